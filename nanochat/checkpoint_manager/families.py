@@ -1,4 +1,4 @@
-"""Maps the model family that meta.json names to its classes, and builds models."""
+"""Maps the name of a model family, as in meta.json, to the family's classes, and builds models."""
 
 import functools
 import reprlib
@@ -88,7 +88,7 @@ def _fits(name: str, value: Any) -> bool:
 def _renamed_settings(shape: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a shape under today's names.
 
-    Checkpoints of 2026-11-24 have `key_offset` instead of `offset_layers`, which gives either all
+    Instead of `offset_layers`, checkpoints of 2026-11-24 have `key_offset`, which gives either all
     layers an offset or none.
     """
     settings = dict(shape)
@@ -99,10 +99,10 @@ def _renamed_settings(shape: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_shape(kind: type[Shape], shape: Mapping[str, Any], where: str) -> Shape:
-    """Return the configuration of class `kind` that a file describes.
+    """Return the configuration of class `kind` that has the settings in `shape`.
 
-    Raises UserError, which names the file `where`, if a setting is unknown, has a value of the
-    wrong type or is out of bounds.
+    Raises UserError, whose message names the file `where`, if a setting is unknown, has the wrong
+    type or is out of bounds.
     """
     settings = _renamed_settings(shape)
     names = {field.name for field in fields(cast(Any, kind))}
@@ -127,10 +127,9 @@ def build(
     """Return the model that a meta.json describes, on the host and without its weights.
 
     `where` names that meta.json in error messages. `values` are the parameters that the model will
-    get. Their shapes are compared with the model's first, so that no shape takes more memory than
-    its file. Checkpoints from before there were families name none, and are of family gpt. Raises
-    UserError if the family is unknown, the shape is impossible, or the parameters belong to another
-    model.
+    get: their shapes are compared first, so that a damaged meta.json cannot take more memory than
+    they do. Early versions named no family, which means gpt. Raises UserError if the family is
+    unknown, the shape is invalid, or the parameters belong to another model.
     """
     name = meta.get("family", "gpt")
     if name not in families():
@@ -148,7 +147,7 @@ def build(
 
 
 def on_meta(shape: Any, compute: Compute) -> Any:
-    """Return a model of the given shape on the meta device, where it takes no memory.
+    """Return a model with the configuration `shape` on the meta device, where it takes no memory.
 
     To use it, call to_empty(), and then init_weights() or load its parameters.
     """
@@ -160,9 +159,9 @@ def on_meta(shape: Any, compute: Compute) -> Any:
 
 
 def cast_matrices(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert a model's matrices and tables to a number format, in place.
+    """Convert a model's matrices, tables and convolutions to `dtype`, in place.
 
-    Scalars and vectors stay in fp32.
+    Scalars and vectors are left as they are.
     """
     for parameter in model.parameters():
         if parameter.dim() > 1:

@@ -26,8 +26,8 @@ from nanochat.common import (
 )
 
 FORMAT = 1
-# The types of the values that meta.json must hold (NEEDED), and of those that it may hold: about
-# the step (OPTIONAL), in the state to resume from, and about the program that wrote it (CODE).
+# The types of the entries that meta.json must have (NEEDED) or may have (OPTIONAL), and of those
+# that its "state" (STATE) and its "made_with" (CODE) may have.
 NEEDED = {
     "step": int,
     "steps": int,
@@ -73,7 +73,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def steps(folder: Path) -> list[int]:
-    """Return the numbers of the complete steps in the folder of a run, oldest first."""
+    """Return the complete steps in the folder of a run, in ascending order."""
     numbers = []
     for path in folder.glob("step_*/meta.json"):
         number = path.parent.name.removeprefix("step_")
@@ -83,12 +83,12 @@ def steps(folder: Path) -> list[int]:
 
 
 def latest_step(folder: Path) -> int | None:
-    """Return the number of the newest complete step in the folder of a run, or None."""
+    """Return the newest complete step in the folder of a run, or None if there is none."""
     return max(steps(folder), default=None)
 
 
 def step_dir(folder: Path, step: int) -> Path:
-    """Return the path of a step's folder."""
+    """Return the path of a step's folder in the folder of a run."""
     return folder / f"step_{step:06d}"
 
 
@@ -96,15 +96,15 @@ def step_dir(folder: Path, step: int) -> Path:
 
 
 def seal(path: Path) -> dict[str, Any]:
-    """Flush a file to disk, and return its hash and size for meta.json."""
+    """Flush a file to disk, and return its SHA-256 and size for meta.json."""
     fsync_path(path)
     return {"sha256": sha256_of(path), "bytes": path.stat().st_size}
 
 
 def write_meta(folder: Path, record: dict[str, Any]) -> None:
-    """Write meta.json, including a hash of its own content.
+    """Write `record` and its SHA-256 to the meta.json of a folder.
 
-    The hash is needed because a file with a flipped bit may still be readable.
+    The hash reveals damage that leaves the file valid JSON, such as a flipped bit.
     """
     content = json.loads(to_json(record))
     write_json(folder / "meta.json", {**content, "sha256": _digest(content)})
@@ -118,7 +118,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 def publish(temporary: Path, final: Path) -> None:
     """Rename a complete folder to its final name, so that readers never see an incomplete step.
 
-    An older folder of that name is removed first.
+    An existing folder of that name is removed first.
     """
     fsync_path(temporary)
     if final.exists():
@@ -130,7 +130,7 @@ def publish(temporary: Path, final: Path) -> None:
 def delete(folder: Path) -> None:
     """Remove the folder of a step.
 
-    It is renamed first, so that no partial step is left if the process is killed.
+    The folder is renamed first, so that a killed process leaves no partial step.
     """
     doomed = folder.with_name(f".deleted-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
@@ -141,8 +141,8 @@ def delete(folder: Path) -> None:
 def prune(folder: Path, keep: int, newest: int) -> None:
     """Remove all but the last `keep` steps up to step `newest`, or nothing if `keep` is 0.
 
-    Steps after `newest` are neither counted nor removed: they are damaged, and the run fell back
-    from them. If a step cannot be removed, this function only warns, because the run can continue.
+    Steps after `newest`, which are damaged, are neither counted nor removed. Failure to remove a
+    step only causes a warning, because the run can continue.
     """
     if keep <= 0:
         return
@@ -163,11 +163,10 @@ def prune(folder: Path, keep: int, newest: int) -> None:
 
 
 def set_aside(folder: Path, after: int) -> Path | None:
-    """Move all steps later than `after` to a new folder, and return that folder.
+    """Move all steps later than `after` to a new subfolder, and return its path.
 
-    Returns None if there are no such steps. Copies of the metrics and of the samples go along. A
-    run that starts again at `after` saves lower step numbers, so the later steps would otherwise be
-    taken for the newest.
+    Returns None if there are no such steps. The files of metrics and samples are copied there too.
+    Without the move, a run that starts again at `after` would later resume from the newest of them.
     """
     later_steps = [step for step in steps(folder) if step > after]
     if not later_steps:
@@ -186,7 +185,7 @@ def set_aside(folder: Path, after: int) -> Path | None:
 
 
 def _unused(path: Path) -> Path:
-    """Return the path itself if it is free, else the path with the first free number added."""
+    """Return `path` if nothing exists there, else `path` with the first free suffix -2, -3, ..."""
     candidate = path
     number = 1
     while candidate.exists():
@@ -217,9 +216,10 @@ class _Seal:
 
 
 def verify(folder: Path, training: bool = True) -> str:
-    """Return what is wrong with a step, or "" if all files match the sizes and hashes in meta.json.
+    """Return what is wrong with the step in a folder, or "" if the step is undamaged.
 
-    Without `training`, the optimizer files, which are twice as large as the model, are not checked.
+    All files must match the sizes and hashes in meta.json. Without `training`, the optimizer files
+    are not checked.
     """
     try:
         meta = read_json(folder / "meta.json")
@@ -254,7 +254,7 @@ def verify(folder: Path, training: bool = True) -> str:
 
 
 def _size_problem(folder: Path, seals: Mapping[str, _Seal]) -> str:
-    """Return which file is missing or has the wrong size, or "" if all are right."""
+    """Return a message about a missing, irregular or wrongly sized file, or "" if all are right."""
     for name, expected in seals.items():
         path = folder / name
         if not path.exists():
@@ -268,7 +268,7 @@ def _size_problem(folder: Path, seals: Mapping[str, _Seal]) -> str:
 
 
 def _hash_problem(folder: Path, seals: Mapping[str, _Seal]) -> str:
-    """Return which file is unreadable or has the wrong hash, or "" if all are right."""
+    """Return a message about an unreadable or changed file, or "" if all hashes are right."""
     paths = [folder / name for name in seals]
     try:
         with ThreadPoolExecutor(HASH_THREADS) as pool:
@@ -282,9 +282,9 @@ def _hash_problem(folder: Path, seals: Mapping[str, _Seal]) -> str:
 
 
 def _index_problem(folder: Path, verified_files: Container[str]) -> str:
-    """Return what is wrong with the index of a step with one file per rank, or "" if it is right.
+    """Return what is wrong with the index of a step's parameter files, or "" if nothing is.
 
-    Every file that the index names must exist and be one of the verified files.
+    Every file that the index names must exist and be one of `verified_files`.
     """
     try:
         places = read_index(folder)
@@ -303,7 +303,7 @@ def _index_problem(folder: Path, verified_files: Container[str]) -> str:
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
     """Return the content of a step's meta.json.
 
-    Raises UserError if the file is damaged, has another format, or holds a value of the wrong type.
+    Raises OSError if the file is missing, and UserError if it is damaged or has another format.
     """
     where = step_dir(folder, step)
     try:
@@ -329,9 +329,9 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
 
 
 def weights_hash(meta: dict[str, Any]) -> str:
-    """Return the SHA-256 of a step's parameters, from the content of its meta.json.
+    """Return the SHA-256 of a step's parameter file, from the content of its meta.json.
 
-    If the parameters are in several files, it is the hash of their hashes.
+    For several files, it is the SHA-256 of their names and hashes.
     """
     files = meta["files"]
     if INDEX not in files:
@@ -353,9 +353,10 @@ def _damaged(where: Path, why: str) -> UserError:
 
 
 def _type_problem(meta: dict[str, Any], step: int) -> str:
-    """Return a description of the first wrong value in meta.json, or "" if there is none.
+    """Return a description of an invalid value in meta.json, or "" if there is none.
 
-    A value is wrong if it has the wrong type, or if it names another step than `step`.
+    A value is invalid if its type is wrong, if it is required but missing, or if it is a step other
+    than `step`.
     """
     problem = _wrong_kind(meta, NEEDED, missing_is_wrong=True)
     if problem:

@@ -1,4 +1,4 @@
-"""Loads models from the newest undamaged step of a run, or from a published folder."""
+"""Loads models that are ready to use, from a step of a run or from a published folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ PUBLISHED = "published"  # `stage` of a model that was not trained here
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is ready to use, and the checkpoint that it came from."""
+    """A model that is ready to use, its tokenizer, and where they came from."""
 
     model: Any  # of any family
     tokenizer: Tokenizer
@@ -39,12 +39,12 @@ class Loaded:
 
     @property
     def corpus(self) -> str | None:
-        """The name of the corpus that the model was trained on, or None if meta.json names none."""
+        """The name of the corpus that the model was trained on, or None if it is unknown."""
         return self.meta.get("config", {}).get("corpus")
 
     @property
     def weights(self) -> str:
-        """A SHA-256 that identifies the model's parameters."""
+        """A string of one or two hashes that identifies the model's parameters."""
         return weights_hash(self.meta)
 
 
@@ -60,7 +60,7 @@ def newest_whole(folder: Path, compute: Compute, training: bool = True) -> int |
 
 
 def _newest_undamaged(folder: Path, training: bool) -> int:
-    """Return the newest undamaged step, or -1, and warn about all damaged steps after it."""
+    """Return the newest undamaged step, or -1 if there is none, and warn about each newer step."""
     for step in reversed(steps(folder)):
         path = step_dir(folder, step)
         problem = verify(path, training)
@@ -79,7 +79,7 @@ def _newest_undamaged(folder: Path, training: bool) -> int:
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """Return the tokenizer in a folder, which is either our own or that of a published model.
 
-    `vocab_size` is the number of rows of the published model's embedding.
+    Only the latter needs `vocab_size`, the number of rows of the model's embedding.
     """
     path = folder / "tokenizer.json"
     is_published = path.is_file() and "added_tokens" in read_json(path)
@@ -94,11 +94,11 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 def load_published(
     folder: Path, adapter: Path | None, compute: Compute, dtype: torch.dtype | None = None
 ) -> Loaded:
-    """Load a published model for inference, and merge an adapter into it if one is given.
+    """Load a published model for inference, and return it with its tokenizer.
 
-    `adapter` is the folder of the adapter. `dtype` is the number format of matrices and tables, by
-    default the compute dtype. Raises UserError if files are missing, damaged or of an unknown kind,
-    or do not fit each other.
+    `adapter` is the folder of an adapter to merge into the model. `dtype` is the number format of
+    matrices and tables, by default the compute dtype. Raises UserError if files are missing,
+    damaged, unsupported or do not fit each other.
     """
     from nanochat.checkpoint_manager.huggingface.adapter import load_adapter
     from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
@@ -126,12 +126,11 @@ def load_model(
     compute: Compute,
     dtype: torch.dtype | None = None,
 ) -> Loaded:
-    """Load a whole model to this rank's device, in eval mode.
+    """Load the whole model of a checkpoint to this rank's device, and return it in eval mode.
 
-    It serves for inference, or as the start of the next stage. If `stage`, `tag` or `step` is None,
-    the latest one is used. `dtype` is the number format of matrices and tables, by default the
-    compute dtype; training asks for float32. Raises UserError if the checkpoint is missing or
-    damaged.
+    A `stage` or `tag` of None is chosen by find(), and a `step` of None is the newest undamaged
+    step. `dtype` is the number format of matrices and tables, by default the compute dtype;
+    training asks for float32. Raises UserError if the checkpoint is missing or damaged.
     """
     found_stage, folder = find(stage, tag)
     step = _usable_step(found_stage, folder, step, compute)
@@ -151,9 +150,9 @@ def load_model(
 
 
 def _usable_step(stage: str, folder: Path, step: int | None, compute: Compute) -> int:
-    """Return the step to load, which is the newest undamaged one if `step` is None.
+    """Return `step`, or the newest undamaged step if `step` is None.
 
-    Raises UserError if the step is missing or damaged.
+    Raises UserError if `step` is missing (exit code 2), or if it or every step is damaged.
     """
     maker = f"python -m {MADE_BY[stage]}"
     if step is None:
@@ -198,7 +197,7 @@ def _usable_step(stage: str, folder: Path, step: int | None, compute: Compute) -
 def _load_base(
     meta: dict[str, Any], where: Path, compute: Compute, dtype: torch.dtype | None
 ) -> Any:
-    """Load the published model that an adapter was trained on, and add adapters to be filled later.
+    """Load and return the published model that an adapter was trained on, with unfilled adapters.
 
     Raises UserError if that model is missing or has changed.
     """

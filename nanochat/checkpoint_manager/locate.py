@@ -1,6 +1,7 @@
 """Finds the folder for a stage and a tag, and reads what meta.json says about a run.
 
-The folder of a run is `<stage>_checkpoints/<tag>` in the base folder. A tag is a name such as d20.
+The folder of a run is X_checkpoints/TAG in the base folder, where STAGES maps the stage to X. A tag
+is a name such as d20.
 """
 
 import re
@@ -27,15 +28,15 @@ MADE_BY = {
     "tune": "scripts.finetune",
 }
 PREFERRED_STAGES = ("rl", "sft", "mid", "base", "tune")  # in this order, if no stage is given
-NAMED = 8  # models that a message lists
+NAMED = 8  # models that a message lists at most
 MAX_TAG_BYTES = 200  # a file name may have 255, and some names add to the tag
 _IDENTITY = re.compile(f"({'|'.join(STAGES)}) (.+) step ([0-9]+) [0-9a-f]+")  # Parent.identity
 
 
 def checked_tag(tag: str) -> str:
-    """Return the tag if it can name a folder on any file system.
+    """Return `tag` if it can name the folder of a run.
 
-    Raises UserError (exit code 2) if it cannot.
+    Raises UserError (exit code 2), which states the rules, if it cannot.
     """
     one_line = tag.splitlines() == [tag] and "\t" not in tag and not CONTROL.search(tag)
     is_short = len(tag.encode(errors="replace")) <= MAX_TAG_BYTES
@@ -56,9 +57,9 @@ def checked_tag(tag: str) -> str:
 
 
 def checkpoint_dir(stage: str, tag: str) -> Path:
-    """Return the folder that holds the checkpoints of a stage and a tag.
+    """Return the folder for the checkpoints of a stage and a tag.
 
-    Raises UserError as checked_tag() does.
+    Raises UserError (exit code 2) if the tag is invalid.
     """
     return base_dir() / f"{STAGES[stage]}_checkpoints" / checked_tag(tag)
 
@@ -67,10 +68,10 @@ def checkpoint_dir(stage: str, tag: str) -> Path:
 
 
 def _candidates(stage: str | None, tag: str | None) -> Iterator[tuple[str, Path]]:
-    """Yield (stage, folder) for each matching run that has a checkpoint, the preferred ones first.
+    """Yield (stage, folder) for each run with a checkpoint that matches the stage and the tag.
 
-    The stages come in the order of PREFERRED_STAGES. Within a stage, the run with the newest
-    checkpoint comes first. Raises UserError as checked_tag() does.
+    A `stage` or `tag` of None matches any. The stages come in the order of PREFERRED_STAGES, and
+    within a stage the run with the newest checkpoint comes first.
     """
     stages = PREFERRED_STAGES if stage is None else (stage,)
     for name in stages:
@@ -90,17 +91,17 @@ def _changed_at(folder: Path, step: int) -> float:
 
 
 def _age(folder: Path) -> float:
-    """Return a sort key that puts the newest folders first, and folders without steps last."""
+    """Return a sort key that puts runs with newer checkpoints first, and runs without any last."""
     newest = latest_step(folder)
     return 0.0 if newest is None else -_changed_at(folder, newest)
 
 
 def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
-    """Return the stage and the folder of the run to use.
+    """Return the stage and the folder of the run that a stage and a tag select.
 
-    If no stage is given, this is the first of rl, sft, mid, base and tune that has a checkpoint. If
-    no tag is given, it is the tag with the newest checkpoint. Raises UserError (exit code 2) if no
-    checkpoint matches, or if the stage or the tag is invalid.
+    Without a stage, it is the first of rl, sft, mid, base and tune with a matching checkpoint.
+    Without a tag, it is the stage's run with the newest checkpoint. Raises UserError (exit code 2)
+    if no checkpoint matches, or if the stage or the tag is invalid.
     """
     if stage is not None and stage not in STAGES:
         raise UserError(
@@ -117,7 +118,7 @@ def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
 
 
 def _none(stage: str | None, tag: str | None) -> UserError:
-    """Return the error for a missing checkpoint, which lists the checkpoints that exist."""
+    """Return the error for a missing checkpoint, which lists models that do exist."""
     missing = tr("no checkpoint of any stage")
     if stage:
         missing = tr("no checkpoint of stage {stage}", stage=stage)
@@ -161,9 +162,9 @@ class Trained:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved_at))
 
     def alternatives(self, limit: int = NAMED) -> list[str]:
-        """Return the flags of all other models, the newest first.
+        """Return a list of the flags of all other models, the most recently saved first.
 
-        If there are more than `limit`, the last item is +N for the N models that are left out.
+        If there are more than `limit`, a last item +N replaces the N models beyond `limit`.
         """
         flags = [model.flags for model in trained() if model != self]
         if len(flags) <= limit:
@@ -174,9 +175,9 @@ class Trained:
 def trained(stage: str | None = None, tag: str | None = None) -> list[Trained]:
     """Return the models of a stage and a tag, the most recently saved one first.
 
-    None stands for any stage or any tag. Chats offer the first model, whereas find() prefers later
-    stages, which could give the RL model of an old run. Raises UserError (exit code 2) if there is
-    no model.
+    A `stage` or `tag` of None matches any. Chats use the first model, whereas find() would prefer,
+    for example, the RL model of an old run. Raises UserError (exit code 2) if no model matches, or
+    if the tag is invalid.
     """
     models = []
     for name, folder in _candidates(stage, tag):
@@ -191,8 +192,8 @@ def trained(stage: str | None = None, tag: str | None = None) -> list[Trained]:
 def _saved_at(folder: Path, step: int) -> float:
     """Return when a step was saved, in seconds since 1970.
 
-    This is the time in its meta.json, because a copied file has a later modification time. The
-    modification time is used only if meta.json has no time or cannot be read.
+    This is the time in its meta.json, because copying may change the file's modification time,
+    which is used only if meta.json has no time or is damaged.
     """
     try:
         saved_at = read_meta(folder, step).get("saved_at")
@@ -221,7 +222,7 @@ class Parent:
 
 
 def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
-    """Return the checkpoint of an earlier stage that a stage starts from.
+    """Return the checkpoint of an earlier stage, `stage`, that the next one starts from.
 
     It is step `step`, or the newest step if `step` is None. Raises UserError (exit code 2) if there
     is no such checkpoint, or if `step` is None and the run is not finished.
@@ -262,8 +263,8 @@ def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
 def updates(meta: dict[str, Any]) -> int:
     """Return how many optimizer updates led to the model that a meta.json describes.
 
-    They are the updates of its stage and of the stages before it, as far back as their checkpoints
-    can be read.
+    They are the updates of its stage and of earlier stages, up to one whose checkpoint can no
+    longer be read.
     """
     count = meta["step"]
     parent = _IDENTITY.fullmatch(meta["config"].get("parent", ""))
@@ -288,11 +289,9 @@ def make_meta(
     steps: int,
     state: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the part of a step's meta.json that the stage provides.
+    """Return the entries of a step's meta.json that the stage provides.
 
-    It holds the stage, the model's family and shape, the settings (with parent and corpus), the
-    number of steps of the whole run, and the state to resume from (metrics, and the next row of the
-    data).
+    `steps` is the number of steps of the whole run, and `state` is what it needs to resume.
     """
     return {
         "stage": stage,

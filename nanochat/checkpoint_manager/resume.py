@@ -1,4 +1,4 @@
-"""Decides whether a stage is finished and which step it resumes from, and restores that step."""
+"""Decides whether a stage is finished, finds the step to resume from, and restores that step."""
 
 import contextlib
 import errno
@@ -25,7 +25,7 @@ from nanochat.device import Compute, barrier
 from nanochat.runtime import fingerprint, parallel
 from nanochat.runtime.tracking import read_metrics
 
-Start = int | Literal["auto", "none"]  # a step's number, the newest step, or step 0
+Start = int | Literal["auto", "none"]  # a step, the newest step, or no step
 LOCK = ".lock"
 # How long to wait for the lock: a killed process may need seconds to free its memory.
 LOCK_SECONDS = 10.0
@@ -38,11 +38,11 @@ def finished(
     reported: bool = True,
     start: Start = "auto",
 ) -> bool:
-    """Return whether this stage has been trained and measured to its end with these settings.
+    """Return whether the run in a folder is finished, and log it if so.
 
-    It must also have been `reported`. If `start` is not "auto", the answer is always False. Rank 0
-    decides for all ranks, and logs that the stage is already done. Raises UserError if the settings
-    differ from those of the checkpoint.
+    The last step must be saved and, unless its checkpoint has no metrics, measured, and `reported`
+    must be true. If `start` is not "auto", the result is False. Rank 0 decides for all ranks.
+    Raises UserError if the settings differ from the checkpoint's.
     """
     if start != "auto":
         return False
@@ -65,9 +65,9 @@ def finished(
 
 
 def hold(folder: Path, compute: Compute) -> None:
-    """Lock the folder of a run, so that no other training process uses it until this one ends.
+    """Lock the folder of a run until this process stops training. Every rank must call this.
 
-    Raises UserError on every rank if another training process holds the lock.
+    Raises UserError on every rank if another training process keeps the lock.
     """
     with parallel.together(f"the start in {folder}", compute):
         if compute.main:
@@ -75,11 +75,11 @@ def hold(folder: Path, compute: Compute) -> None:
 
 
 def _lock(folder: Path, compute: Compute) -> None:
-    """Lock a folder until this process stops training.
+    """Create a folder if needed, and lock it until this process stops training.
 
     The lock is a record lock: forked workers do not inherit it, so it vanishes when this process is
-    killed. Raises UserError if another process still holds the lock after LOCK_SECONDS. On a file
-    system without locks, this does nothing.
+    killed. Raises UserError if another process still holds it after 10 seconds. On a file system
+    without locks, nothing is locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -105,10 +105,10 @@ def _lock(folder: Path, compute: Compute) -> None:
 
 
 def _begun_step(folder: Path, start: Start, compute: Compute) -> int:
-    """Return a step whose meta.json describes the run that will resume, or 0 if there is none.
+    """Return a step of the run that will resume whose meta.json is readable, or 0 if none is.
 
-    It is the newest readable step, or the step that `start` names. Rank 0 decides for all ranks.
-    Damaged steps are skipped here, because resume_stage() reports them.
+    It is the newest such step, or the step that `start` names. Rank 0 decides for all ranks.
+    Damaged steps are skipped silently, because resume_stage() reports them.
     """
     readable_step = 0
     if compute.main and start != "none":
@@ -123,8 +123,8 @@ def _begun_step(folder: Path, start: Start, compute: Compute) -> int:
 def rows_per_step(folder: Path, start: Start, compute: Compute) -> int | None:
     """Return how many rows each step has in the run that will resume, or None if that is unknown.
 
-    All ranks get the same number. An automatic batch size depends on the number of ranks, but
-    within one run it must stay the same.
+    All ranks get the same result. A resumed run must keep its batch size, although an automatic one
+    depends on the number of ranks.
     """
     step = _begun_step(folder, start, compute)
     if not step:
@@ -134,7 +134,7 @@ def rows_per_step(folder: Path, start: Start, compute: Compute) -> int | None:
 
 
 def begun_settings(folder: Path, start: Start, compute: Compute) -> dict[str, Any]:
-    """Return the settings of the run that will resume, or {} if there is none."""
+    """Return the saved settings of the run that will resume, or {} if there is none."""
     step = _begun_step(folder, start, compute)
     return read_meta(folder, step)["config"] if step else {}
 
@@ -160,14 +160,14 @@ def resume_stage(
 ) -> Resumed:
     """Load the step to resume from into the model and the optimizers, and return it with its state.
 
-    `start` is a step, "auto" for the newest undamaged step, or "none". For "none", or without a
-    checkpoint, the stage starts at step 0 with an empty state. Unless `start` is "auto", all later
-    steps are moved to a folder of their own. `data` identifies the rows to train on, and `plan` is
-    (steps, rows per step).
+    `start` is a step, "auto" for the newest undamaged step, or "none". With "none", or if "auto"
+    finds no step, the stage starts at step 0 with an empty state. Unless `start` is "auto", all
+    later steps are moved to a subfolder. `data` identifies the rows to train on, and `plan` is
+    (steps, rows or problems per step).
 
     Raises UserError if the named step is missing or damaged, if `data` differs between ranks, or if
-    the data, the plan, the settings or the code differ from those that the run started with.
-    Changed code is accepted if `other_code` is true.
+    the checks in same_run find other settings, data or code, or another plan. Changed code is
+    accepted if `other_code` is true.
     """
     fingerprint.check({"the data": data}, compute)
     if compute.main:
@@ -194,7 +194,7 @@ def resume_stage(
 
 
 def _set_later_steps_aside(folder: Path, step: int) -> None:
-    """Move the steps after `step` to a folder of their own, and log its path."""
+    """Move all steps after `step`, if any, to a subfolder, and log its path."""
     new_folder = set_aside(folder, step)
     if new_folder:
         log(
@@ -210,7 +210,7 @@ def _set_later_steps_aside(folder: Path, step: int) -> None:
 def _start_step(folder: Path, start: int | str, compute: Compute) -> int:
     """Return the step to resume from, or 0 to start from the beginning.
 
-    Raises UserError if the step that `start` names is missing or damaged.
+    Raises UserError if the step that `start` names is missing (exit code 2) or damaged.
     """
     if start == "auto":
         return newest_whole(folder, compute) or 0
@@ -260,10 +260,10 @@ def restore(
 
 @torch.no_grad()
 def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
-    """Fill this rank's optimizer state from all files that hold some of its rows.
+    """Fill this rank's optimizer state from the optimizer files of a step.
 
-    The number of ranks may have been different when they were written. Raises UserError if a file
-    cannot be read, or if rows are missing.
+    Another number of ranks may have written them. Raises UserError if a file is damaged, or if rows
+    are missing, except rows of ages, which old runs lack.
     """
     state = optimizers.state()
     missing_rows = {name: tensor.shape[0] for name, (tensor, _, _) in state.items()}
@@ -306,7 +306,7 @@ def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
 
 
 def _fill(path: Path, state: State, missing_rows: dict[str, int]) -> None:
-    """Copy the rows that this rank needs from one file, and subtract them from `missing_rows`."""
+    """Copy the rows that this rank needs from one file, and lower `missing_rows` by their count."""
     with safe_open(path, "pt") as file:
         layout = parse_json(file.metadata()["layout"])
         for name in set(layout) & set(state):

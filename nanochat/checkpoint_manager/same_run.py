@@ -54,8 +54,8 @@ class RunSettings:
     """The settings of a run: the values of its flags, and facts without a flag, such as the corpus.
 
     A run may resume with other values of its `free` flags, because they do not change what is
-    learned. If a checkpoint was saved before a flag existed, BEFORE_FLAGS or `defaults` give the
-    value that its run used.
+    learned. For a checkpoint that was saved before a flag existed, BEFORE_FLAGS or else `defaults`
+    gives the value that its run used.
     """
 
     values: dict[str, Any]
@@ -75,9 +75,9 @@ class RunSettings:
         return RunSettings(values, free_flags(type(flags)), defaults)
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return a phrase for each setting that differs from a checkpoint's.
+        """Return a phrase with both values for each setting that differs from a checkpoint's.
 
-        Free flags are ignored, and old names of flags are translated.
+        Free and removed flags are ignored, and old names of flags are translated.
         """
         renamed = {
             RENAMED.get(name, name): value for name, value in saved.items() if name not in REMOVED
@@ -97,10 +97,7 @@ class RunSettings:
 
 
 def made_with(compute: Compute) -> dict[str, Any]:
-    """Return the facts that a checkpoint records about the program that writes it.
-
-    They are the hashes of its code, the version of torch, the kind of device and the number format.
-    """
+    """Return the code hashes, torch version, device and number format that a checkpoint records."""
     return {
         "code": fingerprint.loaded(),
         "other_code": fingerprint.not_loaded(),
@@ -111,7 +108,10 @@ def made_with(compute: Compute) -> dict[str, Any]:
 
 
 def check_settings(folder: Path, meta: Mapping[str, Any], settings_now: RunSettings) -> None:
-    """Raise UserError if a run would resume with settings other than those it started with."""
+    """Raise UserError if settings other than free flags differ from those of a checkpoint.
+
+    If the checkpoint does not record --matmul, any value is accepted.
+    """
     saved = dict(meta["config"])
     if _is_matmul_unknown(meta, settings_now):
         saved[MATMUL] = settings_now.values[MATMUL]
@@ -131,7 +131,7 @@ def check_settings(folder: Path, meta: Mapping[str, Any], settings_now: RunSetti
 def warn_of_unknown_matmul(
     folder: Path, meta: Mapping[str, Any], settings_now: RunSettings
 ) -> None:
-    """Warn if a resumed run may have multiplied matrices in another number format before."""
+    """Warn if an unfinished run may have multiplied matrices in another number format so far."""
     if meta["step"] < meta["steps"] and _is_matmul_unknown(meta, settings_now):
         warn(
             tr(
@@ -146,10 +146,9 @@ def warn_of_unknown_matmul(
 
 
 def _is_matmul_unknown(meta: Mapping[str, Any], settings_now: RunSettings) -> bool:
-    """Return whether it is unknown if a run has multiplied in bf16 or in int8.
+    """Return whether a checkpoint leaves open if its run multiplied matrices in bf16 or in int8.
 
-    Before there was --matmul, runs on CPUs could choose int8 by themselves and did not record it.
-    Compiled runs stayed in bf16.
+    Before --matmul existed, an uncompiled GPT on a CPU could use int8 without recording it.
     """
     saved = meta["config"]
     if MATMUL in saved or saved.get("fp8") or MATMUL not in settings_now.values:
@@ -162,10 +161,10 @@ def _is_matmul_unknown(meta: Mapping[str, Any], settings_now: RunSettings) -> bo
 
 
 def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
-    """Raise UserError if a run would resume on rows other than those it started on.
+    """Raise UserError if `data`, the identity of the training rows, differs from a checkpoint's.
 
-    The rows differ if a corpus was replaced by another one of the same name. A finished run is not
-    checked.
+    For example, a corpus may have been replaced by another one of the same name. A finished run is
+    not checked, nor is one without a record of its data.
     """
     data_before = meta["state"].get("data", data)
     if data_before != data and meta["step"] < meta["steps"]:
@@ -186,9 +185,10 @@ def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
 
 
 def check_plan(folder: Path, meta: Mapping[str, Any], steps: int, per_step: int) -> None:
-    """Raise UserError if the number of steps, or of rows or problems in a step, has changed.
+    """Raise UserError if the number of steps, or of rows or problems per step, has changed.
 
-    The run would repeat or skip data, and its learning rate would jump.
+    Otherwise the run would repeat or skip data, and its learning rate would jump. A number per step
+    that was not recorded is not compared.
     """
     rows_done = meta["state"].get("row")  # checkpoints of early versions do not have it
     per_step_before = rows_done / meta["step"] if type(rows_done) is int else per_step
@@ -209,7 +209,7 @@ def check_plan(folder: Path, meta: Mapping[str, Any], steps: int, per_step: int)
 
 
 def _instead(meta: Mapping[str, Any]) -> str:
-    """Return the advice that ends an error message: how to start without these checkpoints."""
+    """Return the end of an error message: how to start a run that does not resume this one."""
     flag = "--model_tag" if meta["stage"] == "base" else "--out_tag"
     return tr(
         "give another name with {flag} to start a run beside it, or give --resume=none to start "
@@ -221,10 +221,10 @@ def _instead(meta: Mapping[str, Any]) -> str:
 def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: Compute) -> None:
     """Raise UserError if the code has changed since the checkpoint was written.
 
-    If the change is `accepted`, it only causes a warning that the run will not repeat bit for bit.
-    Another version of torch, device or number format only ever causes this warning. All files that
-    either program has loaded are compared, so a file that was added, removed or renamed counts as a
-    change. A finished run is not checked.
+    If the change is `accepted`, or if torch, the device or the number format has changed, there is
+    only a warning that the run will not repeat bit for bit. All files that this process or the
+    earlier one has loaded are compared, so an added, removed or renamed file is a change. A
+    finished run is not checked, nor is code whose hashes the checkpoint lacks.
     """
     if meta["step"] >= meta["steps"]:
         return  # nothing is left to compute
@@ -261,7 +261,7 @@ def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: C
 
 
 def _shortened(changes: list[str]) -> str:
-    """Return the first few changes as text, followed by the number of further ones."""
+    """Return the first few changes as one text, which ends with the number of any others."""
     text = "; ".join(changes[:NAMED])
     if len(changes) > NAMED:
         text += tr("; and {count} more files", count=len(changes) - NAMED)
@@ -269,9 +269,9 @@ def _shortened(changes: list[str]) -> str:
 
 
 def _changed_files(program_before: Mapping[str, Any], program_now: Mapping[str, Any]) -> list[str]:
-    """Return a phrase with both hashes for each file that has changed.
+    """Return a phrase with both hashes for each file that differs between two made_with() dicts.
 
-    Files that neither of the two programs has loaded are ignored.
+    Files that neither of the two programs had loaded are ignored.
     """
     hashes_before = {**program_before.get("other_code", {}), **program_before["code"]}
     hashes_now = {**program_now.get("other_code", {}), **program_now["code"]}

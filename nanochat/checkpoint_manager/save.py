@@ -1,6 +1,6 @@
 """Writes a checkpoint to a temporary folder, which is renamed once all files are on disk.
 
-Every rank writes its own part. If one rank cannot write, the save fails on all ranks.
+Every rank writes files of its own. If one rank cannot write, the save fails on all ranks.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ KEEP = 3  # how many of its newest steps a run keeps by default
 
 @dataclass(frozen=True)
 class Step:
-    """Describes a step to write, except for its tensors. Every rank has the same description."""
+    """The description of a step to write, without its tensors. It is the same on every rank."""
 
     folder: Path  # the folder of the run
     number: int  # optimizer updates done
@@ -77,7 +77,7 @@ class Step:
 
 
 def refuse_parts_of_adapter(files: Files) -> None:
-    """Raise UserError (exit code 2) if every rank is asked to write its own file of an adapter."""
+    """Raise UserError (exit code 2) if `files` is "per_rank": an adapter is always one file."""
     if files == "per_rank":
         raise UserError(
             tr(
@@ -115,8 +115,8 @@ def write_step(step: Step, state: RankState, compute: Compute, group: Any = None
     """Write the states of all ranks as one step. Every rank must call this.
 
     The ranks communicate over `group`. All files go to a temporary folder, which is renamed only
-    after they have been synced to disk. Then all but the newest `step.keep` steps are removed.
-    Raises OSError on every rank if the disk refuses a file of any rank.
+    after they have been synced to disk. Then prune() removes old steps. Raises OSError on every
+    rank if a file of any rank cannot be written.
     """
     with _together(step.temporary, compute, group):
         if compute.main:
@@ -150,8 +150,8 @@ def write_step(step: Step, state: RankState, compute: Compute, group: Any = None
 def _together(temporary: Path, compute: Compute, group: Any) -> Iterator[None]:
     """Raise OSError on every rank if any rank raises it inside this block.
 
-    Otherwise the other ranks would wait for it forever. On any error, rank 0 also removes the
-    temporary folder, so that a full disk is not left even fuller.
+    Without this, the other ranks would wait for that rank forever. After an error, rank 0 also
+    removes the temporary folder, to free a full disk.
     """
     failure: OSError | None = None
     try:
@@ -172,7 +172,7 @@ def _together(temporary: Path, compute: Compute, group: Any) -> Iterator[None]:
 
 
 def _gathered(value: Any, compute: Compute, group: Any) -> list[Any]:
-    """Return the values that all ranks pass in, ordered by rank."""
+    """Return a list of the values that the ranks pass, ordered by rank."""
     values = [value] * compute.world_size
     if compute.world_size > 1:
         dist.all_gather_object(values, value, group=group)
@@ -180,10 +180,10 @@ def _gathered(value: Any, compute: Compute, group: Any) -> list[Any]:
 
 
 def _write_files(step: Step, state: RankState, compute: Compute, group: Any) -> Seals:
-    """Write and sync this rank's files, and return their hashes and sizes.
+    """Write and sync this rank's files, and return their hashes and sizes, by file name.
 
-    The optimizer state is written at the same time as the parameters. For an adapter, rank 0 also
-    writes the settings file that peft expects.
+    Rank 0 also writes the tokenizer and, for an adapter, the settings file that peft expects, which
+    is not hashed.
     """
     folder = step.temporary
     parameters = state.parameters
@@ -215,7 +215,7 @@ def _write_files(step: Step, state: RankState, compute: Compute, group: Any) -> 
 def _write_optimizer(path: Path, state: RankState) -> dict[str, Any]:
     """Write this rank's optimizer state, and return the file's hash and size.
 
-    For each tensor, the metadata records the whole shape and the index of this rank's first row.
+    The file's metadata has each tensor's whole shape and the index of this rank's first row.
     """
     tensors = {}
     layout = {}

@@ -24,15 +24,15 @@ FORMAT_NAMES = {
     torch.int64: "I64",
     torch.uint8: "U8",
 }
-BLOCK_BYTES = 1 << 24  # written at a time: large for a disk, small compared with a tensor
+BLOCK_BYTES = 1 << 24  # written at a time: enough for a disk's full speed
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, mapped into memory.
+    """Return the tensors of a safetensors file by name, mapped into memory.
 
-    Raises UserError if the file is damaged or holds a tensor that is not floating-point.
+    Raises UserError if the file is missing or damaged, or if a tensor is not floating-point.
     """
     try:
         tensors = load_file(path)
@@ -59,9 +59,9 @@ class TensorFile:
     """Writes one safetensors file, tensor by tensor.
 
     The header comes first, so all number formats and shapes must be known before the first tensor
-    is written. While this thread writes a tensor, a second thread hashes it and a third flushes the
-    file to disk. Only the current tensor is held in memory. The methods raise OSError if the disk
-    refuses a write.
+    is written. While the calling thread writes a tensor, a second thread hashes it and a third
+    flushes the file to disk. Only the current tensor is copied to the host. The methods raise
+    OSError if the disk refuses a write.
     """
 
     def __init__(self, path: Path, shapes: Shapes, metadata: Mapping[str, str] | None = None):
@@ -101,7 +101,7 @@ class TensorFile:
         return len(text).to_bytes(8, "little") + text
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write the tensor that comes next in `names`, or more rows of the current tensor."""
+        """Write a tensor, or its next rows; the tensors must come in the order of `names`."""
         if not self._missing:
             _, shape = self._shapes[self.names[self._next]]
             self._missing = math.prod(shape)
@@ -155,7 +155,7 @@ class TensorFile:
             self._flush.result()
 
     def close(self) -> dict[str, Any]:
-        """Flush the file to disk, close it, and return its hash and size for meta.json."""
+        """Flush the file to disk, close it, and return its SHA-256 and size for meta.json."""
         complete = self._next == len(self.names) and not self._missing
         assert complete, self.names[self._next - 1 :]
         try:
@@ -173,9 +173,9 @@ class TensorFile:
 
 
 def shapes_of(tensors: Iterable[tuple[str, Tensor]]) -> Shapes:
-    """Return the number format and shape of each tensor, as a TensorFile needs them.
+    """Return the number format and shape of each tensor by name, for a TensorFile.
 
-    For a sharded tensor, this is the shape of the whole tensor.
+    The shape of a sharded tensor is that of the whole tensor.
     """
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors}
 
@@ -186,7 +186,7 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Write tensors to a safetensors file, and return its hash and size for meta.json.
+    """Write tensors to a safetensors file, and return its SHA-256 and size for meta.json.
 
     `beat` is called before each tensor is written. Raises OSError if the disk refuses a write.
     """

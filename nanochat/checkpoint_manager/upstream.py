@@ -1,8 +1,8 @@
 """Converts checkpoints of karpathy/nanochat's HEAD without running any code from their files.
 
-An upstream folder holds `model_NNNNNN.pt` and `meta_NNNNNN.json`, and `tokenizer/tokenizer.pkl`
-lies in the same base folder. torch reads the model with weights_only. The tokenizer is never
-unpickled: we walk the opcodes of its pickle and take only plain data.
+An upstream folder such as base_checkpoints/d20 holds `model_NNNNNN.pt` and `meta_NNNNNN.json`. Next
+to base_checkpoints is `tokenizer/tokenizer.pkl`. torch reads the model with weights_only. The
+tokenizer is never unpickled: we walk the opcodes of its pickle and accept only plain data.
 """
 
 import pickletools
@@ -46,7 +46,7 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Upstream:
-    """One step of an upstream folder, with its stage and parameters under our names."""
+    """One step read from an upstream folder, with our names for its stage and its parameters."""
 
     stage: str
     tag: str
@@ -60,11 +60,11 @@ class Upstream:
 
 
 def read_step(folder: Path, step: int | None, tokenizer: Path | None) -> Upstream:
-    """Read one step of an upstream folder such as `base_checkpoints/d20`.
+    """Read and return one step of an upstream folder such as `base_checkpoints/d20`.
 
     If `step` is None, it is the newest one. `tokenizer` is the folder of tokenizer.pkl, by default
-    `tokenizer` in the same base folder. Raises UserError if a file is missing (exit code 2) or
-    damaged, or if the checkpoint is too old.
+    `tokenizer` next to `base_checkpoints`. Raises UserError if a file is missing or the stage is
+    unknown (exit code 2), if a file is damaged, or if the checkpoint is too old.
     """
     step = _existing_step(folder, step)
     folder_path = folder.resolve()
@@ -78,9 +78,9 @@ def read_step(folder: Path, step: int | None, tokenizer: Path | None) -> Upstrea
 
 
 def _existing_step(folder: Path, step: int | None) -> int:
-    """Return the step to read, which is the newest if `step` is None.
+    """Return `step`, or the newest step in the folder if `step` is None.
 
-    Raises UserError (exit code 2) if there is no such step.
+    Raises UserError (exit code 2) if the folder has no such step.
     """
     names = [path.stem.removeprefix("model_") for path in folder.glob("model_*.pt")]
     steps = sorted(int(name) for name in names if name.isdecimal())
@@ -106,9 +106,9 @@ def _existing_step(folder: Path, step: int | None) -> int:
 
 
 def _stage_of(folder: Path) -> str:
-    """Return the stage of a folder, from the name of its parent folder.
+    """Return our name for the stage after which an upstream folder's parent is named.
 
-    Raises UserError (exit code 2) if that is not the name of a stage's folder.
+    Raises UserError (exit code 2) if the parent is not named after a stage.
     """
     stages = {f"{name}_checkpoints": stage for stage, name in STAGES.items()}
     parent = folder.parent.name
@@ -122,9 +122,9 @@ def _stage_of(folder: Path) -> str:
 
 
 def _read_shape(path: Path) -> dict[str, Any]:
-    """Return the model_config of a meta file.
+    """Return the model_config in a meta file.
 
-    Raises UserError (exit code 2) if the file or its model_config is missing.
+    Raises UserError if there is none (exit code 2), or if the file is not JSON.
     """
     meta = read_json(path) if path.exists() else None
     shape = meta.get("model_config") if isinstance(meta, dict) else None
@@ -138,9 +138,9 @@ def _read_shape(path: Path) -> dict[str, Any]:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """Return the model's parameters in fp32, under our names.
+    """Return the parameters in a model file as fp32, under our names.
 
-    Raises UserError if the file is damaged or holds anything but plain tensors.
+    Raises UserError if the file is damaged or holds anything but contiguous tensors.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -169,7 +169,7 @@ def _is_plain(value: Any) -> bool:
 def _refuse_older(folder: Path, tensors: Mapping[str, Tensor], shape: Mapping[str, Any]) -> None:
     """Raise UserError if the model is older than HEAD's, or if its shape lacks a field.
 
-    If the model is older, the message says how old the checkpoint is.
+    The message about an older model estimates its date from the parameters that it has.
     """
 
     def has(prefix: str) -> bool:
@@ -196,7 +196,7 @@ def _refuse_older(folder: Path, tensors: Mapping[str, Tensor], shape: Mapping[st
 
 
 def convert(source: Upstream, corpus: str) -> Path:
-    """Write an upstream step in our format, and return its folder.
+    """Write an upstream step in our format, and return the path of the new step folder.
 
     The folder appears only once it is complete. The optimizer state is left out: the data has
     another order here, so the run could not be resumed. Raises UserError if the step already
@@ -234,9 +234,9 @@ def convert(source: Upstream, corpus: str) -> Path:
 
 
 def _checked_model(source: Upstream) -> GPTConfig:
-    """Return the shape of the model.
+    """Return the model's configuration.
 
-    Raises UserError if the tensors or the tokenizer do not fit it.
+    Raises UserError if it is invalid or does not fit the tensors or the tokenizer.
     """
     values = {field: source.shape[field] for field in FIELDS}
     where = f"the meta file of {source.tag}, step {source.step:,},"
@@ -258,7 +258,7 @@ def _checked_model(source: Upstream) -> GPTConfig:
 def read_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer in a pickled tiktoken.Encoding, without unpickling it.
 
-    Raises UserError if the file is missing (exit code 2) or is not a tokenizer of HEAD.
+    Raises UserError if the file is missing (exit code 2) or is not a tokenizer of upstream's HEAD.
     """
     if not path.exists():
         raise UserError(
@@ -279,9 +279,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _tokens_in_order(state: dict[str, Any]) -> list[bytes]:
-    """Return the tokens in the order of their ids.
+    """Return the ordinary tokens in a tiktoken state, in the order of their IDs.
 
-    Raises ValueError if any id differs from the one that upstream would assign.
+    Raises ValueError if any token has an ID that upstream would not assign.
     """
     ranks = state["mergeable_ranks"]
     tokens = sorted(ranks, key=ranks.__getitem__)
@@ -309,14 +309,14 @@ PUSHED = (
 
 
 class _Mark:
-    """Marks the position on the stack where the items of a dict begin."""
+    """Marks the position on the pickle's stack where the items of a dict begin."""
 
 
 def plain(data: bytes) -> Any:
-    """Return the state of the one object in a pickle that holds only plain data.
+    """Return the state of a pickled object without unpickling it.
 
-    Plain data are dicts, empty tuples, str, bytes and int. The class of the object stays a name and
-    is never looked up. Raises ValueError for any opcode that plain data does not need.
+    The state may consist only of dicts, empty tuples, str, bytes and int. The object's class is
+    never looked up. Raises ValueError for any opcode that such a state does not need.
     """
     stack: list[Any] = []
     memo: dict[int, Any] = {}
@@ -360,7 +360,7 @@ def plain(data: bytes) -> Any:
 
 
 def _pop_to_mark(stack: list[Any]) -> list[Any]:
-    """Pop the last mark and everything after it, and return the popped items in their order."""
+    """Pop the last mark and everything after it, and return what came after it, in order."""
     items = []
     item = stack.pop()
     while not isinstance(item, _Mark):

@@ -45,9 +45,9 @@ class Config:
 
 
 def load(cfg: Config) -> Loaded:
-    """Return the model that the flags select, on the host, with its adapter merged.
+    """Return the model that the flags select, on the host, with any adapter merged.
 
-    Raises UserError if the flags contradict each other, or if the model cannot be loaded.
+    Raises UserError if the flags contradict each other (exit code 2) or loading fails.
     """
     if cfg.model is None and cfg.adapter is not None:
         raise UserError(
@@ -71,7 +71,7 @@ def load(cfg: Config) -> Loaded:
 
 
 def main(cfg: Config) -> None:
-    """Load a model, export it, and log how other programs can load it."""
+    """Load a model, export it to a new target, and log how other programs can load it."""
     target = cfg.target.expanduser()
     if target.exists():
         kind = "file" if cfg.format == "gguf" else "folder"

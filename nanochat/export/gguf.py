@@ -17,8 +17,8 @@ from nanochat.common import UserError, atomic_path
 
 VERSION = 3
 ALIGNMENT = 32  # bytes; every tensor starts at a multiple of it
-FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # ggml's numbers for them
-# GGUF's numbers for the types of metadata values.
+FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # ggml's codes for them
+# GGUF's codes for the types of metadata values.
 UINT32 = 4
 INT32 = 5
 FLOAT32 = 6
@@ -32,7 +32,7 @@ Value = Scalar | Sequence[str] | Sequence[bool] | Sequence[int]
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor of the file, which is computed only when it is about to be written."""
+    """A tensor of a GGUF file. `compute` is called only when the tensor is about to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ def _type(value: Scalar) -> int:
 
 
 def _bytes(value: Scalar) -> bytes:
-    """Return the bytes of a single value. An int is stored as unsigned."""
+    """Return the bytes of a single metadata value. An int is stored as uint32."""
     if isinstance(value, str):
         return _text(value)
     code = {BOOL: "<?", UINT32: "<I", FLOAT32: "<f"}[_type(value)]
@@ -62,7 +62,7 @@ def _bytes(value: Scalar) -> bytes:
 
 
 def _value(value: Value) -> bytes:
-    """Return the type and the bytes of a value. The ints in a list are stored as signed."""
+    """Return the type and the bytes of a metadata value. Ints in a list are stored as int32."""
     if isinstance(value, bool | int | float | str):
         return struct.pack("<I", _type(value)) + _bytes(value)
     element_type = _type(value[0])
@@ -79,7 +79,7 @@ def _padding(size: int) -> bytes:
 
 
 def _header(metadata: Mapping[str, Value], tensors: Sequence[PlannedTensor]) -> bytes:
-    """Return the bytes of the file before the first tensor."""
+    """Return the bytes of the file before the first tensor, with padding."""
     parts = [b"GGUF", struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
     for name, value in metadata.items():
         parts += [_text(name), _value(value)]

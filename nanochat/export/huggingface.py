@@ -53,7 +53,7 @@ OWN_CODE = "`trust_remote_code` runs only `modeling_nanochat.py`. "
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return our tokenizer in the format of the `tokenizers` library.
+    """Return our tokenizer as the content of a tokenizer.json for the `tokenizers` library.
 
     It puts the BOS token in front of every text.
     """
@@ -123,7 +123,7 @@ def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:
 
 
 def _own_config(shape: Any) -> dict[str, Any]:
-    """Return the config.json of nanochat's GPT, which names the classes in modeling_nanochat.py."""
+    """Return the content of a GPT's config.json, naming the classes in modeling_nanochat.py."""
     return {
         "architectures": ["NanochatForCausalLM"],
         "model_type": "nanochat_ascend",
@@ -137,9 +137,9 @@ def _own_config(shape: Any) -> dict[str, Any]:
 
 
 def converted(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a parameter in another number format.
+    """Return a parameter converted to `dtype`.
 
-    Raises UserError if that format cannot hold all of its values.
+    Raises UserError if `dtype` cannot hold all of its values.
     """
     value = parameter.detach().to(dtype)
     if not value.isfinite().all():
@@ -153,7 +153,7 @@ def converted(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
 def export(loaded: Loaded, folder: Path, dtype: str) -> None:
     """Write a loaded model to a new folder, which appears only once it is complete.
 
-    Raises UserError (exit code 2) if the folder already exists.
+    Raises UserError if the folder already exists (exit code 2), or if `dtype` cannot hold a value.
     """
     with new_folder(folder) as temporary:
         if isinstance(loaded.tokenizer, FolderTokenizer):

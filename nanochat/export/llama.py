@@ -17,7 +17,7 @@ from nanochat.export.llama_vocabulary import vocabulary
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
 
-FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's numbers for file types
+FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's codes for file types
 # Our name for a parameter outside the layers -> llama.cpp's name.
 OUTER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -67,7 +67,7 @@ def architecture(config: QwenConfig) -> str:
 
 
 def _shape(config: QwenConfig) -> dict[str, Value]:
-    """Return the metadata that describe the shape of the model to llama.cpp."""
+    """Return the metadata that describes the shape of the model to llama.cpp."""
     c = config
     values: dict[str, Value] = {
         "context_length": c.sequence_len,
@@ -120,11 +120,10 @@ def _reorder_heads(
     size: int,
     dim: int = 0,
 ) -> Tensor:
-    """Return `x` with its value heads, which come last along `dim`, in llama.cpp's order.
+    """Return `x` with the value heads, which come last along `dim`, in llama.cpp's order.
 
-    Here the value heads of the first key head come first, then those of the second. llama.cpp puts
-    the first value head of every key head first, then the second of every one. A head has `size`
-    entries.
+    Ours are grouped by key head. llama.cpp puts the first value head of every key head first, then
+    the second of every key head, and so on. A value head has `size` entries.
     """
     heads = config.delta_value_heads
     heads_per_key = heads // config.delta_key_heads
@@ -136,7 +135,7 @@ def _reorder_heads(
 
 
 def _layout(name: str, x: Tensor, config: QwenConfig) -> Tensor:
-    """Return a parameter in the layout that llama.cpp computes with."""
+    """Return a parameter with the layout and the values that llama.cpp expects."""
     if ".linear_attn." in name:
         kind = name.split(".linear_attn.")[1].removesuffix(".weight")
         return _delta_layout(kind, x, config)
@@ -146,7 +145,7 @@ def _layout(name: str, x: Tensor, config: QwenConfig) -> Tensor:
 
 
 def _delta_layout(kind: str, x: Tensor, config: QwenConfig) -> Tensor:
-    """Return a parameter of a Gated DeltaNet in llama.cpp's layout."""
+    """Return a parameter of a Gated DeltaNet as llama.cpp expects it."""
     head_dim = config.delta_value_dim
     if kind == "norm":
         return x
@@ -188,8 +187,8 @@ def _convert(
 def export(loaded: Loaded, path: Path, dtype: str) -> None:
     """Write a loaded model to a GGUF file atomically.
 
-    Raises UserError (exit code 2) if the file already exists, or if llama.cpp does not support the
-    architecture or the tokenizer.
+    Raises UserError if the file already exists or llama.cpp does not support the architecture or
+    the tokenizer (exit code 2), or if `dtype` cannot hold a value.
     """
     model = loaded.model
     if not isinstance(model, Qwen):

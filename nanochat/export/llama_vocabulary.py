@@ -1,4 +1,4 @@
-"""Describes a tokenizer and its chat template to llama.cpp, if llama.cpp can reproduce it."""
+"""Describes a tokenizer and a chat template to llama.cpp, if it can split text in the same way."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ SPLITS = {
         r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ): "qwen35",
 }
-# llama.cpp's numbers for the kinds of tokens.
+# llama.cpp's codes for the kinds of tokens.
 NORMAL = 1
 CONTROL = 3
 USER_DEFINED = 4
@@ -81,7 +81,7 @@ def _split_name(content: Mapping[str, Any]) -> str:
 
 
 def _tokens(content: Mapping[str, Any], row_count: int) -> dict[str, Value]:
-    """Return metadata with the spelling and the kind of each token, and with the merges.
+    """Return GGUF metadata: the spelling and the kind of each token, and the merges.
 
     The embedding has `row_count` rows, and those without a token are marked as unused.
     """
@@ -106,11 +106,11 @@ def _tokens(content: Mapping[str, Any], row_count: int) -> dict[str, Value]:
 
 
 def vocabulary(tokenizer: Tokenizer | FolderTokenizer) -> dict[str, Value]:
-    """Return the metadata of a GGUF file that make llama.cpp tokenise, chat and stop as we do.
+    """Return the GGUF metadata that makes llama.cpp tokenise, chat and stop as we do.
 
-    llama.cpp itself never normalises text. If a published tokenizer normalises text to NFC,
-    llama.cpp gives the same tokens only for text that is in NFC already. Raises UserError (exit
-    code 2) if llama.cpp cannot split text as the tokenizer does.
+    Tokens may differ around the letter U+017F (see SPLITS) and, if a published tokenizer normalises
+    text to NFC, in text that is not in NFC, because llama.cpp never normalises. Raises UserError
+    (exit code 2) if llama.cpp cannot split text as the tokenizer does.
     """
     end_of_reply = tokenizer.special("assistant_end")
     if isinstance(tokenizer, Tokenizer):

@@ -31,7 +31,7 @@ ROTARY_BASE = 100_000.0
 
 
 class NanochatConfig(PretrainedConfig):
-    """The shape of a model, with the field names of GPTConfig in nanochat/gpt.py."""
+    """The configuration of a model, with the field names of GPTConfig in nanochat/gpt.py."""
 
     model_type = "nanochat_ascend"
     attribute_map = {  # noqa: RUF012 - transformers' own convention
@@ -69,7 +69,7 @@ class NanochatConfig(PretrainedConfig):
 
     @property
     def padded_vocab(self) -> int:
-        """The rows of the tables and of the head: vocab_size rounded up to a multiple of 64."""
+        """The rows of token tables and the head: `vocab_size` rounded up to a multiple of 64."""
         return math.ceil(self.vocab_size / 64) * 64
 
     def window(self, layer: int) -> int:
@@ -81,7 +81,7 @@ class NanochatConfig(PretrainedConfig):
         return min(quarter, self.sequence_len)
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Return whether a layer has a value embedding: the last, and every other one before it."""
+        """Return whether a layer has a value embedding: every second one, and always the last."""
         return layer % 2 == (self.n_layer - 1) % 2
 
 
@@ -101,7 +101,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _previous(x: Tensor, real: Tensor) -> Tensor:  # (B, T, ...), (B, T)
-    """Return `x` of the token before each token, with zeros at the beginning and after padding."""
+    """Return `x` shifted by one token, with zeros at the beginning and after padding."""
     ones = [1] * (x.dim() - 2)
     masked = x * real.view(*real.shape, *ones)
     beginning = torch.zeros_like(x[:, :1])
@@ -247,7 +247,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def _mask(self, real: Tensor) -> Tensor:  # (B, T) -> (B, 1, T, T)
-        """Return which keys each query may attend to, before the windows are applied."""
+        """Return a mask, True where a query may attend to a key, before the windows are applied."""
         positions = torch.arange(real.size(1), device=real.device)
         causal = positions[:, None] >= positions[None]
         # Padding may attend to itself, because softmax over no keys gives NaN.
@@ -255,10 +255,9 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         return (causal & real[:, None, None, :]) | itself
 
     def _embed(self, idx: Tensor, real: Tensor) -> Tensor:  # (B, T) -> (B, T, C)
-        """Return the embedding of each token (B, T, C), with a share of the token before it.
+        """Return the embedding of each token, plus a gated share of that of the token before it.
 
-        A gate controls that share. If the model has a table of bigrams, the row for the two tokens
-        is added too.
+        If the model has a table of bigrams, the row for the two tokens is added too.
         """
         x = _norm(self.wte(idx))
         gate = torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))  # (B, T, 1)
@@ -276,7 +275,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,  # (B, T), -100 = ignored; forward() shifts them
         **_: Any,
     ) -> CausalLMOutput:
-        """Return softcapped fp32 logits (B, T, V), and with labels the mean loss in nats."""
+        """Return softcapped fp32 logits (B, T, V) and, with `labels`, the mean loss in nats."""
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         hidden = self._hidden(input_ids, attention_mask.bool())

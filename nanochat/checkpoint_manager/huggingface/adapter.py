@@ -109,10 +109,10 @@ def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path) -> No
 
 
 def read_settings(folder: Path) -> tuple[LoraConfig, str, bool]:
-    """Return the shape of the adapter in a folder, the name of its base, and whether it is partial.
+    """Return an adapter's settings, the name of its base, and whether the adapter is partial.
 
     For a partial adapter, training left out some layers or modules that match its targets. Raises
-    UserError (exit code 2) if there is no adapter, or if it is damaged or not supported.
+    UserError if the folder has no adapter (exit code 2) or one that is damaged or not supported.
     """
     path = folder / SETTINGS
     if not path.is_file():
@@ -177,9 +177,9 @@ def _refuse_unknown(content: Mapping[str, Any], path: Path) -> None:
 def read_adapter(model: Qwen, folder: Path) -> Adapter:
     """Return the adapter in a folder, checked against the model. Every rank must call this.
 
-    Raises UserError (exit code 2) if the adapter is missing, damaged or not supported, if a value
-    is not finite, or if the adapter belongs to another base: its mark of the base differs, or its
-    matrices do not match the model's in name or size.
+    Raises UserError if the adapter is missing, damaged or not supported, if a value is not finite,
+    or if the adapter belongs to another base: it records a different hash of the base's norms, or
+    its matrices do not match the model's in name or size.
     """
     config, base, is_partial = read_settings(folder)
     path = folder / ADAPTER
@@ -223,7 +223,7 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
 
 
 def _read_tensors(path: Path) -> tuple[str | None, dict[str, Tensor]]:
-    """Return the mark of the base, or None without one, and the tensors under our names."""
+    """Return the recorded hash of the base's norms, or None, and the tensors under our names."""
     tensors = {}
     try:
         with safe_open(path, framework="pt") as file:
@@ -258,8 +258,8 @@ def _fit_problem(
 ) -> str:
     """Return why an adapter's tensors do not fit the model, or "" if they do.
 
-    They must have the right shapes for their matrices. Unless the adapter is partial, every matrix
-    that matches its targets must have tensors.
+    Each tensor must have the right shape for its matrix. Unless the adapter is partial, every
+    matrix that matches its targets must have tensors.
     """
     matrices = _matrices(model)
     expected: dict[str, tuple[int, ...]] = {}
@@ -283,7 +283,7 @@ def _fit_problem(
 
 @torch.no_grad()
 def load_adapter(model: Qwen, folder: Path) -> LoraConfig:
-    """Freeze a model, add the adapter in a folder to it, and return the adapter's shape.
+    """Freeze a model, add the adapter in a folder to it, and return the adapter's settings.
 
     The model may be sharded. Raises UserError as read_adapter() does.
     """

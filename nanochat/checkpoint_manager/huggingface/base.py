@@ -1,7 +1,6 @@
 """Opens a published model to fine-tune it.
 
-Its shape and its tokenizer are read immediately. Its weights are loaded later, when the model has
-been sharded.
+The shape and the tokenizer are read immediately, and the weights once the model has been sharded.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -43,11 +42,11 @@ class Base:
         return trained + frozen // FROZEN_PER_TRAINED
 
     def with_rows_of(self, sequence_len: int) -> "Base":
-        """Return this base with a new model, not yet filled, for rows of `sequence_len` tokens."""
+        """Return this base with a new, unfilled model for rows of `sequence_len` tokens."""
         return replace(self, model=_on_meta(self.folder, sequence_len, self.lora, self.compute))
 
     def fill(self) -> None:
-        """Load the weights, and give adapters their first values.
+        """Load the weights, and initialise the adapters.
 
         The model may be sharded already: each rank loads only the rows that it holds.
         """
@@ -62,10 +61,10 @@ def open_base(
 ) -> Base:
     """Return the published model in a folder, ready to be sharded and filled.
 
-    Rows have `sequence_len` tokens, or fill the model's context if it is None. With `lora`, the
-    matrices are frozen in the compute dtype. Without it, all parameters are fp32 masters. Raises
-    UserError if files are missing, damaged or of an unknown kind, if they do not fit each other, or
-    if rows are longer than the model's context.
+    Rows have `sequence_len` tokens or, if that is None, fill the model's context. With `lora`, the
+    model gets adapters, and its matrices are frozen in the compute dtype. Without it, all
+    parameters are trained in fp32. Raises UserError if files are missing, damaged, unsupported or
+    do not fit each other, or if rows are longer than the context.
     """
     folder = folder.expanduser().resolve()
     config = read_config(folder)

@@ -1,4 +1,4 @@
-"""Reads and writes config.json, which holds the architecture and the shape of a published model."""
+"""Translates config.json, which describes a published model, to a QwenConfig and back."""
 
 import reprlib
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ MAX_LAYERS = 1_000  # limit, in case a damaged config.json asks for more
 
 
 def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
-    """Return the shape of the model in a folder.
+    """Return the configuration of the published model in a folder.
 
-    `sequence_len`, if given, becomes the length of the context. Raises UserError (exit code 2) if
-    the folder has no config.json or a damaged one, if the architecture is unknown, if the model
-    needs something that is not supported, or if `sequence_len` is longer than the model's context.
+    `sequence_len`, if given, becomes the length of the context. Raises UserError if config.json is
+    missing or damaged, if the model is not supported, or if `sequence_len` is longer than the
+    model's context.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -85,7 +85,7 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
 def _architecture(content: Any, path: Path) -> str:
     """Return the first architecture that config.json names.
 
-    Raises UserError (exit code 2) if it is unknown.
+    Raises UserError (exit code 2) if it names none or an unsupported one.
     """
     names = content.get("architectures") if isinstance(content, dict) else None
     name = names[0] if isinstance(names, list) and names else None
@@ -107,8 +107,8 @@ def _architecture(content: Any, path: Path) -> str:
 def _tied(content: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
     """Return whether the output head shares the weights of the embedding.
 
-    A model for text and vision has one value for the whole model and one for its text part. The
-    former takes precedence.
+    A model for text and vision may have one value for the whole model (`content`) and one for its
+    text part (`text`). The former takes precedence.
     """
     return bool(content.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
 
@@ -182,7 +182,7 @@ def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(text: Mapping[str, Any]) -> str:
-    """Return one letter per layer: A for full attention, D for linear attention."""
+    """Return a string with a letter per layer: A for full attention, D for linear attention."""
     types = text.get("layer_types")
     if types:
         return "".join(LAYER_LETTERS[layer_type] for layer_type in types)
@@ -195,7 +195,7 @@ def _layers(text: Mapping[str, Any]) -> str:
 
 
 def published(shape: QwenConfig) -> dict[str, Any]:
-    """Return the content of a model's config.json, as its publisher would write it.
+    """Return the config.json that a publisher would write for this shape, as a dict.
 
     read_config() can read it back.
     """

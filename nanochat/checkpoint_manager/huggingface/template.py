@@ -37,7 +37,7 @@ class ChatTemplate:
     """A model's Jinja chat template, rendered in a child process with limited time and memory."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: str):
-        """Prepare to render the template with this Jinja source.
+        """Prepare to render a template from its Jinja source.
 
         `tokens` are variables that the template may use, such as eos_token. `where` names the
         template in error messages. Raises UserError if the source is too long.
@@ -51,7 +51,7 @@ class ChatTemplate:
         self._where = where
 
     def render(self, messages: Messages, reply: bool, **options: Any) -> str:
-        """Return the text of a conversation.
+        """Render a conversation, and return its text.
 
         `reply` adds the text that opens the assistant's turn, and `options` are further variables
         for the template. Raises UserError if the template fails, refuses the conversation, or takes

@@ -16,7 +16,7 @@ def refuse(message: str) -> None:
 
 
 def compiled(source: str, tokens: dict[str, str]) -> Any:
-    """Return the compiled template, which renders in a sandbox.
+    """Compile and return a template, which renders in a sandbox.
 
     `tokens` are variables that the template may use. The sandbox hides Python's own attributes and
     forbids changes to the objects passed in.

@@ -20,7 +20,7 @@ from nanochat.data.conversation import Conversation, Message, user
 from nanochat.tokenizer import Rendered
 
 FILE_NAME = "tokenizer.json"
-# The files that a published model has besides its weights.
+# The files that a published model may have besides its weights.
 COMPANIONS = (
     FILE_NAME,
     "tokenizer_config.json",
@@ -60,8 +60,8 @@ class FolderTokenizer:
     """The tokenizer of a published model, read from the model's folder.
 
     `vocab_size` is the number of rows of the model's embedding, which is usually larger than the
-    vocabulary. `bos` is the token that begins a text: the publisher's own or, since Qwen has none,
-    the token that ends a document. `stops` are the tokens that end a reply.
+    vocabulary. `bos` is the token that begins a text: the publisher's own or, for lack of one, the
+    token that ends a document or a reply. `stops` are the tokens that end a reply.
     """
 
     marks_begin = False  # a conversation begins with its template's first token
@@ -70,8 +70,8 @@ class FolderTokenizer:
     def __init__(self, folder: Path, vocab_size: int):
         """Read the tokenizer in a folder.
 
-        Raises UserError if tokenizer.json is missing, damaged or of an unknown kind, or if it has
-        more tokens than the embedding has rows.
+        Raises UserError if tokenizer.json is missing, damaged or of an unknown kind, if a token has
+        no row in the embedding, or if no token ends a reply.
         """
         path = folder / FILE_NAME
         if not path.is_file():
@@ -106,7 +106,7 @@ class FolderTokenizer:
     def _load(self, path: Path) -> None:
         """Load tokenizer.json and its special tokens.
 
-        Raises UserError if it is damaged or of an unknown kind.
+        Raises UserError if the file is damaged or of an unknown kind.
         """
         import tokenizers  # not at the top: only published models need it
 
@@ -141,9 +141,9 @@ class FolderTokenizer:
     # --- files -----------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> Path:
-        """Copy the publisher's files, except for the weights, to a folder.
+        """Copy the tokenizer and configuration files to a folder.
 
-        Return the path of the copied tokenizer.json.
+        Returns the path of the new tokenizer.json.
         """
         for name in COMPANIONS:
             if (self.folder / name).is_file():
@@ -165,7 +165,7 @@ class FolderTokenizer:
         return content
 
     def _read_names(self) -> dict[str, str]:
-        """Return the spelling of each token that the publisher names, such as eos_token."""
+        """Return the spelling of each token that tokenizer_config.json names, by its name there."""
         spellings = {}
         for name, value in self._read_object("tokenizer_config.json").items():
             text = value.get("content") if isinstance(value, dict) else value
@@ -180,7 +180,7 @@ class FolderTokenizer:
     def _read_stops(self) -> frozenset[int]:
         """Return the tokens that end a reply, according to the publisher.
 
-        They are the tokens in generation_config.json, the end of a text and the end of a turn.
+        They are the eos tokens of generation_config.json and tokenizer_config.json, and <|im_end|>.
         Raises UserError if there are none.
         """
         listed = self._read_object("generation_config.json").get("eos_token_id", [])
@@ -202,7 +202,7 @@ class FolderTokenizer:
 
     @property
     def template_source(self) -> str | None:
-        """The Jinja source of the model's chat template, or None if it has none.
+        """The Jinja source of the model's chat template, or None if there is none.
 
         Raises UserError if the template cannot be read.
         """
@@ -227,7 +227,7 @@ class FolderTokenizer:
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """The chat template of the model, or None if it has none and ChatML is used."""
+        """The model's chat template, or None if there is none, in which case ChatML is used."""
         source = self.template_source
         return None if source is None else ChatTemplate(source, self._names, str(self.folder))
 
@@ -273,13 +273,13 @@ class FolderTokenizer:
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
         """Return the tokens of each text.
 
-        `threads` has no effect. It exists because our own tokenizer has it.
+        `threads`, which our own tokenizer has too, has no effect here.
         """
         return [self.encode(text) for text in texts]
 
     @cached_property
     def _bytes(self) -> dict[int, bytes]:
-        """The bytes of each token, which are empty for rows of the embedding without a token."""
+        """The bytes of each token, by ID, which are empty for unused rows of the embedding."""
         byte_of = {letter: byte for byte, letter in enumerate(letters_for_bytes())}
         spellings = dict.fromkeys(range(self.vocab_size), b"")
         for text, token in self._tokenizer.get_vocab().items():
@@ -299,29 +299,29 @@ class FolderTokenizer:
         return lengths
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of a list of tokens, in which a special token gives its spelling.
+        """Return the bytes of a sequence of tokens, in which a special token gives its spelling.
 
-        Raises KeyError if a number is outside the embedding.
+        Raises KeyError if a token is outside the embedding.
         """
         return b"".join(self._bytes[token] for token in ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of a list of tokens, with U+FFFD for bytes that are not valid UTF-8."""
+        """Return the text of a sequence of tokens, with U+FFFD for bytes that are invalid UTF-8."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def special(self, role: str) -> int:
-        """Return the token for a role of our own tokenizer, or -1 if the model has none.
+        """Return the token for a role of our own tokenizer, such as `assistant_end`.
 
-        It has none if there is neither a token of its own for the role nor a free row in the
-        embedding. Raises KeyError if the role is unknown.
+        Returns -1 if the model has neither such a token nor a free row in the embedding. Raises
+        KeyError if the role is unknown.
         """
         return self._roles[role]
 
     @cached_property
     def _roles(self) -> dict[str, int]:
-        """The token for each role: the model's own, else a row without a token, else -1.
+        """The token for each role: the model's own, else an unused row of the embedding, else -1.
 
-        A model that nanochat exported has tokens for all roles.
+        A model exported with our own tokenizer has tokens for all roles.
         """
         roles: dict[str, int] = dict.fromkeys(ROWLESS, -1)
         free_rows = range(self.vocab_size - 1, self._last, -1)
@@ -337,7 +337,7 @@ class FolderTokenizer:
     # --- conversations ---------------------------------------------------------------------------
 
     def _text(self, messages: Messages, reply: bool) -> str:
-        """Return messages as text in the format that the model was trained on."""
+        """Return messages as text, in the format of the chat template or else in ChatML."""
         return self.template.render(messages, reply) if self.template else chatml(messages, reply)
 
     @cached_property
@@ -346,7 +346,7 @@ class FolderTokenizer:
         return [*self._specials, OPEN, CLOSE, BEGIN, END]
 
     def _safe(self, text: str) -> str:
-        """Return a text with a number between OPEN and CLOSE in place of each special token."""
+        """Return `text` with an index between OPEN and CLOSE in place of each text in _replaced."""
         longest_first = sorted(self._replaced, key=len, reverse=True)
         pattern = "|".join(map(re.escape, longest_first))
 
@@ -356,7 +356,7 @@ class FolderTokenizer:
         return re.sub(pattern, number, text)
 
     def _original(self, text: str) -> str:
-        """Return the original of a text that _safe() has changed."""
+        """Return the text from which _safe() made `text`."""
 
         def spelling(match: re.Match[str]) -> str:
             return self._replaced[int(match[1])]
@@ -364,9 +364,9 @@ class FolderTokenizer:
         return re.sub(f"{OPEN}(\\d+){CLOSE}", spelling, text)
 
     def _pieces(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Cut a rendered text at special tokens, BEGIN and END.
+        """Cut a rendered text at special tokens and at BEGIN and END.
 
-        Yield each piece, and whether it is one of these marks.
+        Yields each piece, and whether it is one of these marks.
         """
         end = 0
         for match in re.finditer(f"{self._split.pattern}|{BEGIN}|{END}", text):
@@ -378,15 +378,15 @@ class FolderTokenizer:
             yield text[end:], False
 
     def _piece_tokens(self, piece: str, is_mark: bool) -> list[int]:
-        """Return the tokens of a piece, which is a special token if `is_mark`, else text."""
+        """Return the tokens of a piece: a single special token if `is_mark`, else ordinary text."""
         return [self._specials[piece]] if is_mark else self.encode(self._original(piece))
 
     def render(self, conversation: Conversation) -> Rendered:
         """Return a whole conversation as tokens, with a mask of the tokens to train on.
 
-        These are the assistant's words and the mark that ends its turn, except in turns that belong
-        to the prompt or are not to be trained on. Raises UserError if the template refuses the
-        conversation or leaves out the assistant's words.
+        These are the assistant's words and the special token that ends its turn, except in the
+        first `prompt_turns` turns and in turns with `trained=False`. Raises UserError if the
+        template refuses the conversation, or leaves out all words to train on.
         """
         messages = []
         has_trained_turn = False
@@ -419,7 +419,7 @@ class FolderTokenizer:
     def render_prompt(self, conversation: Conversation) -> list[int]:
         """Return the prompt of a conversation as tokens.
 
-        A last assistant turn is left out, and the text that opens the reply is added. If the
+        A final assistant turn is left out, and the text that opens the reply is added. If the
         template does not support system messages, a leading system turn is merged into the next
         turn.
         """
@@ -456,10 +456,10 @@ class FolderTokenizer:
 
 
 def _marked(text: str) -> str:
-    """Return the assistant's words, enclosed in BEGIN and END.
+    """Return the assistant's words between BEGIN and END.
 
-    Templates leave out thoughts, or rewrite them. So BEGIN is put wherever the part that a template
-    keeps can begin, and the first BEGIN that the template keeps counts.
+    Templates may leave out the thoughts in <think> tags, or rewrite them. So BEGIN is put wherever
+    the part that a template keeps can begin, and the first BEGIN that is kept counts.
     """
     before, thinks, after = text.strip().partition("</think>")
     if thinks:

@@ -1,4 +1,4 @@
-"""Loads a published model one parameter at a time, and on each rank only the rows that it holds."""
+"""Loads a published model one parameter at a time; each rank reads only the rows that it holds."""
 
 import contextlib
 import hashlib
@@ -35,9 +35,9 @@ def _copy_again() -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model.
+    """Return the paths of a model's safetensors files.
 
-    Raises UserError if a file is missing, or if the index names one outside the folder.
+    Raises UserError if a file is missing or outside the folder, or if the index is damaged.
     """
     names = [SINGLE]
     index = folder / INDEX
@@ -79,10 +79,10 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def folder_mark(folder: Path) -> str:
-    """Return a fingerprint of a published model, which takes only a moment to compute.
+    """Return a fingerprint of a published model's weights that takes only a moment to compute.
 
-    It is the beginning of a SHA-256 over the names and sizes of the weight files, and over the
-    first and last megabyte of each file.
+    It is the first 16 hex digits of a SHA-256 over the name, the size, and the first and last MiB
+    of each weight file.
     """
     digest = hashlib.sha256()
     for path in _files(folder):
@@ -175,10 +175,7 @@ class Weights:
             )
 
     def _is_embedding(self, head: Any, shape: list[int]) -> bool:
-        """Return whether the tensor of a tied head equals the embedding.
-
-        `shape` is the shape of the embedding.
-        """
+        """Return whether the tied head `head` equals the embedding, which has shape `shape`."""
         if list(head.get_shape()) != shape:
             return False
         embedding = self._slices[EMBEDDING]
@@ -197,8 +194,8 @@ class Weights:
 def open_weights(folder: Path, model: Qwen) -> Iterator[Weights]:
     """Yield the weights in a folder, after checking that they fit a model.
 
-    The model may be on any device, including meta, and it may be sharded. Raises UserError if files
-    are missing or damaged, or if they do not fit the model.
+    The model may be on the meta device, and it may be sharded. Raises UserError if files are
+    missing, damaged or do not fit the model.
     """
     with contextlib.ExitStack() as stack:
         weights = Weights(_files(folder), stack)
@@ -210,9 +207,9 @@ def open_weights(folder: Path, model: Qwen) -> Iterator[Weights]:
 def load_weights(model: Qwen, folder: Path) -> None:
     """Load the weights in a published folder into a model, except for its adapters.
 
-    The model may be sharded: each rank reads the rows that it holds, one parameter at a time, and
-    casts them to the parameter's own number format. No process ever holds more of the model than
-    its share. Raises UserError if files are missing or do not fit, or if fp16 cannot hold a value.
+    The model may be sharded: each rank reads only the rows that it holds, one parameter at a time,
+    and casts them to the parameter's own number format. Raises UserError if files are missing,
+    damaged or do not fit the model, or if a parameter in fp16 cannot hold a value.
     """
     with open_weights(folder, model) as weights:
         for part_of_model, count in weights.skipped.items():
@@ -247,7 +244,7 @@ def qwen_on_meta(
 ) -> Qwen:
     """Return a published model on the meta device, with matrices and tables in `dtype`.
 
-    The files are checked before any memory is taken.
+    Raises UserError if files are missing, damaged or do not fit each other.
     """
     model = on_meta(read_config(folder, sequence_len), compute)
     with open_weights(folder, model):
@@ -262,7 +259,7 @@ def load_qwen(
     dtype: torch.dtype | None = None,
     sequence_len: int | None = None,
 ) -> Qwen:
-    """Load a whole published model to this rank's device, in eval mode.
+    """Load a whole published model to this rank's device, and return it in eval mode.
 
     `dtype` is the number format of matrices and tables, by default the compute dtype; full
     fine-tuning asks for float32. To load a sharded model, call qwen_on_meta(), parallel.shard(),

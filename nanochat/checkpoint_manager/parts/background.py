@@ -24,9 +24,9 @@ class Saver:
     """Writes the checkpoints of a run during training, one at a time.
 
     Every rank has a Saver and calls the same methods. Forward and backward passes change neither
-    parameters nor optimizer state, so a thread copies these while the next step computes. settle()
-    must be called before an update: it waits until the copy is complete. The threads of all ranks
-    communicate over a process group of their own.
+    parameters nor optimizer state, so a thread copies both during the next step's passes. settle(),
+    which waits until the copy is complete, must be called before each update. The threads of all
+    ranks communicate over a process group of their own.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class Saver:
         files: Files = "auto",
         ended: Callable[[float], None] = lambda cost: None,
     ):
-        """Prepare to save. After each save, `ended` is called with the seconds it cost training.
+        """Prepare to save. After each save, the thread calls `ended` with its cost in seconds.
 
-        The thread makes this call. The cost is the whole save if training waited for it, or if the
-        device is the host, whose processors both train and save. Otherwise it is the time for which
-        training waited, but at least a thirtieth of the save, so that the disk is free for half of
-        the time.
+        The cost is the duration of the save if training waited for all of it, or if the device is
+        the host, whose processors both train and save. Otherwise it is the time for which training
+        waited, but at least 1/30 of the duration: meter.SaveClock waits 30 times the cost, so the
+        disk is free for at least half of the time.
         """
         self.compute = compute
         self.keep = keep
@@ -95,7 +95,7 @@ class Saver:
         self.waited = time.monotonic() - start
 
     def _write(self, step: Step, state: RankState, in_background: bool, start: float) -> None:
-        """Write a step, from a copy of the state if training continues. Runs in the thread."""
+        """Write a step in the thread, from a copy of `state` if training continues meanwhile."""
         try:
             try:
                 if in_background:
@@ -114,7 +114,7 @@ class Saver:
         return max(self.waited, self.took / 30)
 
     def settle(self) -> None:
-        """Wait until the state is copied, so that parameters and optimizer state may change."""
+        """Wait until the state is copied, after which parameters and optimizer state may change."""
         if not self._copied.is_set():
             start = time.monotonic()
             self._copied.wait()
@@ -127,13 +127,13 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank's last write failed; wait() and the next save() raise its error."""
+        """Whether this rank's last write failed with an error that wait() or save() will raise."""
         if self._writing is None or not self._writing.done():
             return False
         return self._writing.exception() is not None
 
     def wait(self) -> None:
-        """Wait until the current step is on disk.
+        """Wait until the step being written, if any, is on disk.
 
         Raises OSError on every rank if any rank failed to write.
         """
@@ -153,7 +153,7 @@ class Saver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait for the step that is being written, and stop the thread.
+        """Wait until the step being written, if any, is on disk, and stop the thread.
 
         If the run itself ends with an error, a failed save only causes a warning.
         """

@@ -8,8 +8,7 @@ The format is Hugging Face's index, extended by the rows of the parameters that 
      "weight_map": {"wte.weight": "model-00001-of-00002.safetensors"}}
 
 As in Hugging Face's format, `weight_map` names one file for each parameter: the file with the first
-rows. If that file holds the whole parameter, nothing else is needed. For any other parameter,
-`rows` gives the range of rows [first, end) in each file.
+rows. For a parameter that is in several files, `rows` gives the range of rows [first, end) in each.
 """
 
 import json
@@ -34,15 +33,15 @@ Places = dict[str, list[Piece]]  # parameter -> its pieces, in the order of the 
 
 
 def part_name(number: int, count: int) -> str:
-    """Return the name of file `number` of `count`.
+    """Return the name of the file at index `number` of `count` parameter files.
 
-    `number` counts from 0, whereas the number in the name counts from 1.
+    Indices begin at 0, but the names begin at 1.
     """
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: Path, places: Places, size: int) -> None:
-    """Write the index atomically, for files that hold `size` bytes of parameters in total."""
+    """Write the index file atomically; `size` is the total size of the parameters in bytes."""
     rows: dict[str, dict[str, list[Any]]] = {}
     weight_map = {}
     for name, pieces in places.items():
@@ -56,7 +55,7 @@ def write_index(folder: Path, places: Places, size: int) -> None:
 
 
 def read_index(folder: Path) -> Places:
-    """Return which rows of each parameter are in which file.
+    """Read the index in a folder, and return the pieces of each parameter.
 
     Raises ValueError, with the reason, if the index is damaged or names a file that is missing.
     """
@@ -93,7 +92,7 @@ def _pieces(file: Any, rows: Mapping[str, Any] | None) -> list[Piece]:
 
 
 def _check_pieces(folder: Path, name: str, pieces: list[Piece]) -> None:
-    """Raise ValueError if a file is missing or outside the folder, or if rows are missing."""
+    """Raise ValueError if a file is missing or outside `folder`, or if rows are not contiguous."""
     next_row: int | None = 0
     for file, first, end in pieces:
         if Path(file).name != file:

@@ -1,7 +1,7 @@
 """Reads and writes the parameters of a step, in a single file or in one file per rank.
 
-Rank 0 writes the single file; otherwise each rank writes the rows that it holds. For reading, files
-are mapped into memory, so that a rank reads only the rows that it needs.
+Rank 0 writes the single file; otherwise each rank with rows of rank 0's copy writes these. Files
+are mapped into memory for reading, so that a rank reads only the rows that it needs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ ONE_FILE = 5_000_000_000
 def in_one_file(shards: Shards, files: Files) -> bool:
     """Return whether the parameters go into a single file.
 
-    "auto" decides by their size and by the number of ranks that hold them.
+    With "auto", they do if they take at most 5 GB or if a single rank holds them all.
     """
     if files != "auto":
         return files == "one"
@@ -57,7 +57,7 @@ def _writers(shards: Shards) -> list[int]:
 
 
 def write_rows(folder: Path, shards: Shards, compute: Compute) -> Seals:
-    """Write this rank's rows to a file of its own, and return the hashes and sizes of its files.
+    """Write this rank's rows to a file of its own, and return its files' hashes and sizes, by name.
 
     Rank 0 also writes the index of all files. A rank without rows writes nothing.
     """
@@ -80,7 +80,7 @@ def write_rows(folder: Path, shards: Shards, compute: Compute) -> Seals:
 
 
 def _places(shard: ParameterShard, file_names: Mapping[int, str]) -> list[Piece]:
-    """Return which rows of a parameter are in which rank's file."""
+    """Return the pieces of a parameter, one per file that holds rows of it."""
     pieces = []
     first = 0
     for rank, row_count in shard.owners:
@@ -99,10 +99,10 @@ def write_whole(
     prefix: str,
     facts: dict[str, str],
 ) -> Seals:
-    """Write all parameters to a single file on rank 0, and return its hash and size.
+    """Write all parameters to a single file on rank 0, and return its hash and size, by its name.
 
     The other ranks send their rows, and return {}. `prefix` begins every name in the file, and
-    `facts` are its metadata. Rank 0 holds at most one other rank's rows of one parameter at a time.
+    `facts` are its metadata. Rank 0 receives the rows of one rank and one parameter at a time.
     Raises OSError on rank 0 if the disk refuses a write.
     """
     file: TensorFile | None = None
@@ -129,7 +129,7 @@ def write_whole(
 
 
 def _gathered_rows(shard: ParameterShard, compute: Compute, group: Any) -> Iterator[Tensor]:
-    """Yield a parameter's rows on rank 0, in rank order. The other ranks only send their rows."""
+    """Yield a parameter's rows on rank 0, rank by rank. Other ranks only send their rows."""
     for owner, row_count in shard.owners:
         if not row_count:
             continue
@@ -178,10 +178,10 @@ class SplitParameter:
 
 
 def read_parameters(folder: Path) -> Mapping[str, Rows]:
-    """Return the parameters of a step under our names, mapped into memory.
+    """Return the parameters in the folder of a step under our names, mapped into memory.
 
-    The step holds those of an adapter, or of a whole model in a single file or in one file per
-    rank. Raises UserError if a file is missing or damaged.
+    They are those of an adapter or of a whole model. Raises UserError if a file is missing or
+    damaged.
     """
     if (folder / ADAPTER).is_file():
         tensors = read_tensors(folder / ADAPTER)
@@ -194,7 +194,7 @@ def read_parameters(folder: Path) -> Mapping[str, Rows]:
 def _read_all_files(folder: Path) -> dict[str, Rows]:
     """Return the parameters of a step that has one file per rank.
 
-    Raises UserError if a file or the index is damaged.
+    Raises UserError if the index or a file is missing or damaged.
     """
     try:
         places = read_index(folder)

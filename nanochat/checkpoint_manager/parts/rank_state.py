@@ -14,13 +14,13 @@ from nanochat.platforms import host
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import ParameterShard
 
-# Name -> (the rows of this rank, the shape of the whole tensor, the first row of this rank).
+# Name -> (this rank's rows, the shape of the whole tensor, the index of this rank's first row).
 State = dict[str, tuple[Tensor, tuple[int, ...], int]]
 MEMORY_SHARE = 0.5  # share of the host's free memory for the copies of all its ranks
 
 
 class Optimizers(Protocol):
-    """The interface between checkpoints and the optimizers, which optim.py implements."""
+    """The interface that checkpoints need from the optimizers; optim.py implements it."""
 
     def state(self) -> State:
         """Return all tensors of this rank that a resumed run fills in place."""
@@ -31,7 +31,7 @@ class Optimizers(Protocol):
         ...
 
     def restored(self) -> None:
-        """Take note that the tensors of state() have been filled."""
+        """Finish a restore, once the tensors of state() have been filled."""
         ...
 
 
@@ -65,8 +65,8 @@ class HostMemory:
     def has_room(self, state: RankState) -> bool:
         """Return whether the host has enough memory for a copy of this rank's state.
 
-        The copies of all ranks on the host may take half of its free memory (MEMORY_SHARE). Memory
-        that an earlier copy has taken can be used again.
+        The copies of all ranks on the host may take half of its free memory (MEMORY_SHARE). A copy
+        that is no larger than the one before it always has room.
         """
         needed_bytes = sum(tensor.nbytes for tensor in state.tensors().values())
         allocated_bytes = sum(copy.nbytes for copy in self._copies.values())
@@ -76,7 +76,7 @@ class HostMemory:
         return needed_bytes <= MEMORY_SHARE * host.memory_free() / ranks
 
     def copy(self, state: RankState) -> RankState:
-        """Return a copy in host memory, which an accelerator makes while it computes."""
+        """Copy a rank's state to host memory while the device computes, and return the copy."""
         copies = {}
         with self.compute.platform.beside():
             for name, tensor in state.tensors().items():
@@ -93,7 +93,7 @@ class HostMemory:
         return RankState(parameters, optimizer)
 
     def _memory_like(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the memory of an earlier copy if shape and format match, else new memory."""
+        """Return memory for a tensor: that of its last copy if shape and dtype match, else new."""
         memory = self._copies.get(name)
         if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
             pinned = self.compute.platform.has_own_memory
