@@ -31,9 +31,9 @@ def _families(prefixes: Sequence[tuple[int, ...]]) -> list[_Family]:
 
 
 class Branches:
-    """Computes the hidden states of prompts, batch by batch.
+    """Computes the hidden states of batches of prompts.
 
-    The key-value cache is kept for later batches, and replaced when a batch needs a larger one.
+    The key-value cache is reused until a batch needs a larger one.
     """
 
     def __init__(self, model: Model, pad: int):
@@ -47,8 +47,7 @@ class Branches:
     ) -> Tensor:  # (B, T, C)
         """Return the hidden states of each prompt b, from token prefix_lengths[b] on.
 
-        The tokens before it are the prefix, which the model reads only once for consecutive prompts
-        with equal prefixes. Shorter rows are padded at the end.
+        If consecutive prompts have the same prefix before that token, the model reads it only once.
         """
         if not any(prefix_lengths):
             tokens = self._padded(prompts)

@@ -1,7 +1,7 @@
 """Evaluates a chat model on the problems of a task.
 
-For multiple choice, the logits of the choices' letters are compared. For other tasks, the model
-writes replies, which are graded.
+It compares the logits of the choices' letters in multiple choice, and grades replies in other
+tasks.
 """
 
 import contextlib
@@ -87,15 +87,14 @@ def evaluate(
 
     The ranks divide the problems, and every rank returns the score over all of them.
 
-    At most `batch_size` problems or replies are computed together. Except in multiple choice, the
-    model writes `samples` replies to each problem, and the best grade counts. If the task has
-    `grade_parts(i, parts)`, it is used instead of `grade`, and also sees calculator calls. Few-shot
-    examples that do not fit into the context are left out, starting with the first.
+    At most `batch_size` problems or replies are computed together. If replies are written, there
+    are `samples` for each problem, and the best grade counts. If the task has `grade_parts(i,
+    parts)`, it is used instead of `grade`, and also sees calculator calls. Examples that do not fit
+    into the context are left out, starting with the first.
 
     `on_reply` is called with every written reply of this rank, and `on_record` with a record of
     every answer. With `graphs`, decoding steps are captured and replayed. Raises UserError on every
-    rank if there is no problem to evaluate, if `samples` or `batch_size` is below 1, or if any rank
-    finds a malformed problem.
+    rank if there is nothing to evaluate, or if any rank finds a malformed problem.
     """
     total = len(task) if limit is None else min(limit, len(task))
     if min(total, samples, batch_size) < 1:
@@ -149,10 +148,9 @@ def _total_score(
     too_long: int,
     compute: Compute,
 ) -> Score:
-    """Return the score over all ranks.
+    """Return the score over all ranks, given this rank's grades and its sums over problems.
 
-    `grades`, `guesses` (the sum of the chances of guessing right) and `too_long` (the number of
-    problems that do not fit) cover this rank's problems only.
+    `guesses` sums the chances of guessing right, and `too_long` counts problems that do not fit.
     """
     table = [0.0] * (total * samples)  # sample by sample; 0 for the problems of other ranks
     for i, problem_grades in grades.items():
@@ -165,10 +163,7 @@ def _total_score(
 
 
 def _prompt(task: Task, i: int, tokenizer: Tokenizer, max_tokens: int) -> list[int]:
-    """Return the tokens of problem i's prompt, with as many of the task's examples as fit.
-
-    Even without examples, the prompt may have more than `max_tokens` tokens.
-    """
+    """Return the tokens of problem i's prompt, with as many of the task's examples as fit."""
     conversation = task[i]
     tokens = tokenizer.render_prompt(conversation)
     for _ in range(getattr(task, "shots", 0)):
@@ -218,10 +213,9 @@ def _grade_letters(
     compute: Compute,
     on_record: OnRecord | None,
 ) -> dict[int, list[float]]:
-    """Grade the model's choice for each problem, and return lists of one grade by problem index.
+    """Return the grade of each problem's most likely letter, as a list of one, by problem index.
 
-    The choice is the most likely first token of the reply among the letters of the choices.
-    `on_record` is called with a record of each choice.
+    The letter is the most likely first token of the reply among the letters of the choices.
     """
     letters = {i: task.letters(i) for i in prompts}
     rows = []
@@ -393,8 +387,7 @@ def grader(task: Task, tokenizer: Tokenizer) -> Callable[[int, Sequence[int]], f
 def wilson(right: float, total: int, z: float = 1.96) -> tuple[float, float]:
     """Return Wilson's confidence interval (1927) of the share right / total, by default at 95 %.
 
-    Unlike the normal approximation, it is also valid for shares near 0 and 1. `z` is the half-width
-    of the interval in standard deviations.
+    It is also valid for shares near 0 and 1. `z` is its half-width in standard deviations.
     """
     share = right / total
     widening = 1 + z * z / total

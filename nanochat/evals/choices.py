@@ -120,7 +120,7 @@ def _fit(
 ) -> tuple[list[PromptRow], bool]:
     """Return a question's rows with as many examples as fit, and whether any are left out.
 
-    The first examples are left out first. Even rows without examples may be too long.
+    The first examples are left out first.
     """
     for first in range(len(cloze.examples) + 1):
         context = cloze.intro + "".join(cloze.examples[first:]) + cloze.question
@@ -146,12 +146,11 @@ def evaluate_choices(
 ) -> ChoiceScore:
     """Return the score of a model on the first `limit` questions of a task.
 
-    The ranks divide the questions, and every rank returns the score over all of them. The answers
-    and the score are written to `records`.
+    The ranks divide the questions, and every rank returns the score over all of them.
 
-    `tokens_per_batch` limits the positions in one forward pass, padding included, unless a single
-    question needs more. Raises UserError on every rank if there is no question, if any rank finds a
-    malformed one, or if the model has diverged.
+    `tokens_per_batch` limits the positions in a forward pass, padding included, unless one question
+    needs more. Answers and score are saved in `records`. Raises UserError on every rank if there is
+    no question, if any rank finds a malformed one, or if the model has diverged.
     """
     total = len(task) if limit is None else min(limit, len(task))
     if total < 1:

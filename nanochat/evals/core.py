@@ -70,10 +70,9 @@ class IclTask:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """A model's accuracy on a task.
+    """The accuracy on a task, and the `seconds` that this rank took.
 
-    `centered` is the accuracy rescaled so that guessing is 0 and perfection is 1. `seconds` is the
-    time that this rank took.
+    `centered` is the accuracy rescaled so that guessing is 0 and perfection is 1.
     """
 
     label: str
@@ -85,9 +84,9 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class Core:
-    """The scores of all tasks that could be evaluated, and CORE, their mean `centered` accuracy.
+    """The scores of all tasks that could be evaluated, and their mean `centered` accuracy, CORE.
 
-    `broken` names the tasks that could not be evaluated. If there are any, `core` is None.
+    If any tasks are `broken`, `core` is None.
     """
 
     tasks: tuple[TaskScore, ...]
@@ -191,7 +190,7 @@ def _read_yaml(path: Path) -> Any:
 def read_bundle(folder: Path) -> list[IclTask]:
     """Return the tasks in core.yaml, with their baselines from eval_meta_data.csv.
 
-    Raises UserError if a file is missing or malformed, or if a task cannot be evaluated.
+    Raises UserError if a file is missing or malformed.
     """
     try:
         task_settings = _read_yaml(folder / "core.yaml")["icl_tasks"]
@@ -322,9 +321,9 @@ def render(
     problem: dict[str, Any],
     examples: Sequence[dict[str, Any]],
 ) -> list[str]:
-    """Return the prompts of a problem after the given examples, one for each option.
+    """Return the prompts of a problem, one for each option.
 
-    Language modeling has no options; its two prompts are those without and with the continuation.
+    For language modeling, return two prompts, without and with the continuation.
     """
     examples_text = "".join(_example(task, example) for example in examples)
     if task.kind == "multiple_choice":
@@ -347,7 +346,7 @@ def make_rows(
 
     The scored tokens are those after the common prefix of all prompts or, for schema tasks, those
     in the common suffix. At least the last token is scored, even if one option is the beginning of
-    another. For language modeling, the only row is the prompt with the continuation.
+    another.
     """
     if kind == "schema":
         suffix_length = max(1, common_prefix([tokens[::-1] for tokens in prompts]))
@@ -472,10 +471,10 @@ def evaluate_core(
 ) -> Core:
     """Return CORE and the scores of all tasks in a bundle, on at most `limit` problems of each.
 
-    A line is logged for each task. `tokens_per_batch` limits the positions in one forward pass,
-    padding included, unless a single problem needs more. `records` returns the Records to which a
-    task's answers are added. A task whose evaluation raises UserError is left out with a warning,
-    but if no task remains, the error of the last one is raised.
+    A line is logged for each task. `tokens_per_batch` limits the positions in a forward pass,
+    padding included, unless one problem needs more. `records` returns the Records for a task's
+    answers. A task whose evaluation raises UserError is left out with a warning, unless all tasks
+    do.
     """
     scores: list[TaskScore] = []
     broken: list[str] = []

@@ -39,12 +39,12 @@ READ_CHARACTERS = 2_000  # the number of characters at the beginning that decide
 
 
 def domain(text: str) -> str:
-    """Return "sums", or the language or script of most letters among the first 2,000 characters.
+    """Return "sums", "other", or the language or script of most letters at the beginning of a text.
 
-    A text is "sums" if over a fifth of it is digits and arithmetic signs, and "other" if it has no
-    letters. A Chinese character counts as three letters, because it carries about as much meaning
-    as three Latin ones. If over about 1/30 of these letters are kana, the text counts as Japanese,
-    which also uses many Chinese characters.
+    A text is "sums" if many of its characters are digits and arithmetic signs. A Chinese character
+    counts three times, because it carries about as much meaning as three Latin letters. If more
+    than about 1/30 of this count are kana, the text counts as Japanese, which also uses Chinese
+    characters.
     """
     beginning = text[:READ_CHARACTERS]
     characters = [character for character in beginning if not character.isspace()]
@@ -88,10 +88,7 @@ def _domain_rows(
     tokens: int,
     row_length: int,
 ) -> list[tuple[str, PromptRow]]:
-    """Cut the first validation documents into rows, and return them as (domain, row).
-
-    The last document is the one with which there are at least `tokens` tokens.
-    """
+    """Return rows of the first validation documents, about `tokens` tokens, as (domain, row)."""
     rows: list[tuple[str, PromptRow]] = []
     tokens_read = 0
     for name, text in _documents(data):
@@ -122,9 +119,9 @@ def evaluate_domains(
 ) -> dict[str, Loss]:
     """Return the loss on about the first `tokens` tokens of the validation split, by domain.
 
-    The ranks divide the rows, and all of them return the same result. Documents that are longer
-    than the context are cut, and each part is read without the parts before it, so losses differ
-    slightly from those of packed rows. Raises UserError (exit code 2) if `tokens` is less than 1.
+    The ranks divide the rows. Documents that are longer than the context are cut, and each part is
+    read without the parts before it, so results differ slightly from those of packed rows. Raises
+    UserError (exit code 2) if `tokens` is less than 1.
     """
     if tokens < 1:
         raise UserError(f"split_tokens must be at least 1, got {tokens}", exit_code=2)

@@ -63,10 +63,7 @@ class _Input:
 
 @dataclass(frozen=True)
 class _Family:
-    """Inputs of one question that share a prefix, which the model reads only once.
-
-    Without a shared prefix (length 0), there is only one input.
-    """
+    """Inputs of one question that share a prefix, or a single input with a prefix of length 0."""
 
     prefix_length: int
     inputs: list[_Input]
@@ -93,9 +90,9 @@ def score_rows(
     instead of its log-probability. `on_batch` is called after every batch with the number of rows
     that were scored.
 
-    Rows that differ only in their last token, such as the letters of a question, are read as one,
-    and a long prefix that the rows of a question share is read only once. Padding comes last, so no
-    row attends to it. Raises UserError if a loss is not finite, because the model has diverged.
+    Rows that differ only in their last token are read as one, and a long prefix that the rows of a
+    question share is read only once. Padding comes last, so no row attends to it. Raises UserError
+    if the model has diverged, so that a loss is not finite.
     """
     likelihoods: dict[int, Likelihood] = {}
     branches = Branches(model, pad)
@@ -112,10 +109,7 @@ def score_rows(
 
 
 def shown_tokens(rows: Sequence[PromptRow]) -> list[int]:
-    """Return the tokens of a question's first row that records show as the prompt.
-
-    They end where the first scored token of any of the rows is.
-    """
+    """Return the tokens of the first row that come before the first scored token of any row."""
     end = min(row.start for row in rows)
     return rows[0].tokens[:end]
 
@@ -202,8 +196,8 @@ def _batches(
 ) -> Iterator[tuple[list[int], list[_Input]]]:
     """Yield (prefix lengths, inputs) of every batch, within the same limits as batches().
 
-    Families that share a prefix come first and are never divided, even if one exceeds the limits.
-    Then come single inputs. In each of these groups, the longest come first.
+    Families that share a prefix come first and are never divided, then single inputs. In each of
+    these groups, the longest come first.
     """
     sharing = [family for family in families if family.prefix_length]
     sharing.sort(key=lambda family: -family.longest)
@@ -254,8 +248,8 @@ def _losses(
 ) -> Tensor:
     """Return the losses of all scored tokens, row after row, in float64 on the host.
 
-    A loss is in nats or, with `greedy`, 0 for the most likely token and 1 for any other. Raises
-    UserError if a loss is not finite.
+    With `greedy`, these are the results of _misses(), else nats. Raises UserError if a loss is not
+    finite.
     """
     states = branches.hidden(
         [model_input.tokens for model_input in inputs], prefix_lengths

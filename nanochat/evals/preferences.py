@@ -137,9 +137,9 @@ def add_references(
 
 
 def _load(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return the log-probabilities saved in a file, or None if it does not exist.
+    """Return the saved log-probabilities, or None if there is no such file.
 
-    If the file is damaged or does not hold fp32 values of this shape, warn and return None.
+    If the file is damaged or holds other shapes or types, warn and return None.
     """
     if not path.exists():
         return None

@@ -50,7 +50,7 @@ class Records:
         about: Fields,
         compute: Compute,
     ):
-        """Prepare the records of a task, whose file in `folder` finish() will write.
+        """Prepare the file of a task in `folder`.
 
         `about` describes everything that the answers depend on: the model, settings and data.
         """
@@ -63,10 +63,7 @@ class Records:
         self._records: list[tuple[int, Fields]] = []
 
     def saved_score(self) -> dict[str, Any] | None:
-        """Return the score of an earlier evaluation with the same model, settings and data.
-
-        Return None if there is no such score in the file, or no readable file.
-        """
+        """Return the score saved for the same model, settings and data, or None without one."""
         try:
             with open(self.path, "rb") as file:
                 head = parse_json(file.readline())

@@ -122,11 +122,9 @@ def _execute(
     memory: int,
     isolated: bool,
 ) -> tuple[int, str]:
-    """Run a program, and return its supervisor's exit code and the output.
+    """Run a program, and return the supervisor's exit code (0 if it passed) and the output.
 
-    The exit code is 0 if the program passed, and negative if a signal killed the supervisor. The
-    program has a session and a temporary folder of its own. `isolated` says whether the sandbox
-    uses namespaces.
+    The program has a session and a temporary folder of its own.
     """
     with contextlib.ExitStack() as stack:
         folder = tempfile.mkdtemp(prefix="nanochat-exec-")
@@ -193,16 +191,14 @@ def tier(unsafe_exec: bool = False) -> str:
     capabilities, no network, no second process or thread, no shared memory and no keys. If it is
     started as root, it becomes the user nobody. CPU time, memory and file size are limited.
 
-    In "namespaces", the program sees no other process, and no files except /usr, /lib and Python's
-    own (read-only) and 16 MiB of scratch space in memory. In "limits", it can read only the same
+    In "namespaces", the program sees no other process, and no files except /usr, /lib, Python's own
+    (all read-only) and 16 MB of scratch space in memory. In "limits", it can read only the same
     files and write only to its own folder if the kernel has Landlock; otherwise, it can read and
     write whatever its user may. Without `unsafe_exec`, this function therefore raises UserError
-    instead of returning "limits". It also raises UserError on systems other than Linux, or if any
-    part of a tier cannot be set up.
+    instead of returning "limits". It also raises UserError if any part of a tier cannot be set up.
 
     The program and the tests that grade it share a process, so a program that is written to cheat
-    can pass, for example with an object that equals everything. A pass only means something for
-    programs that try to be correct.
+    can pass, for example with an object that equals everything.
     """
     if not sys.platform.startswith("linux"):
         raise UserError(

@@ -165,7 +165,7 @@ def enter_namespaces() -> bool:
 
 
 def library() -> tuple[str, ...]:
-    """Return the folders that Python needs to run; not all of them exist on every machine."""
+    """Return the folders that Python needs to run, some of which may not exist."""
     return ("/usr", "/lib", "/lib64", "/lib32", sys.base_prefix, sys.base_exec_prefix)
 
 
@@ -376,10 +376,9 @@ def main(
     parent: int,
     calls: dict[str, Any],
 ) -> None:
-    """Fork into the supervisor and the program's process, and run the program in the latter.
+    """Fork into the supervisor and the process of the program, which is read from standard input.
 
-    The program is read from standard input. The supervisor exits with the verdict, so only the
-    program's process returns, and only if the program has reached its last line.
+    The supervisor exits with the verdict. The other process returns if the program reaches its end.
     """
     die_with_parent()
     if os.getppid() != parent:

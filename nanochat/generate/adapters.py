@@ -3,10 +3,9 @@
 The model's matrices stay as they are and are read once for all rows, as in Punica (arXiv
 2310.18547). What the adapters add to a matrix's output is computed in one of three forms, which
 agree up to rounding. If all rows have the same adapter, they are multiplied by its two factors, as
-in training. A pass of one token per row multiplies by all adapters at once, and masks out those of
-other rows. Where that would cost too much, in longer passes or with far more adapters than rows,
-the factors of each row's adapter are copied. Shapes: N adapters, R the largest rank, B rows, T
-tokens of a row.
+in training. A pass of single tokens multiplies by all adapters at once, and masks out those of
+other rows. Where that would cost too much, the factors of each row's adapter are copied. Shapes: N
+adapters, R the largest rank, B rows, T tokens of a row.
 """
 
 from __future__ import annotations

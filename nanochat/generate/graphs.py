@@ -2,8 +2,8 @@
 
 A graph computes on the memory that it was captured with. So the tokens of a step are copied into a
 fixed tensor, the lengths of the rows are read from the cache on the device, and attention reads a
-whole block of the cache, masked by those lengths. The sizes of steps and blocks are rounded up to
-powers of two, as far as the cache allows, so that few graphs are captured.
+whole block of the cache, masked by those lengths. Rows and blocks are rounded up to powers of two,
+as far as the cache allows, so that few graphs are captured.
 """
 
 import contextlib

@@ -92,10 +92,7 @@ class Passes:
         first: int,
         chunks: Sequence[Sequence[int]],
     ) -> Tensor:  # (B', T, C), B' >= B
-        """Run each chunks[i] as new tokens of slot `first` + i, and return the hidden states.
-
-        With `pad`, rows and columns of padding may follow.
-        """
+        """Run each chunks[i], new tokens of slot `first` + i, and return the hidden states."""
         cached = cached_tokens(requests)
         rows, T = self._shape(cached, first, chunks)
         padding_rows = rows - len(chunks)

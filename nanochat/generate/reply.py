@@ -100,7 +100,7 @@ class Completion:
     matched: str | int | None = None
 
     def add(self, event: Event) -> None:
-        """Append the token of an event, and take over what the event says about the reply."""
+        """Append the token of an event, and update the other fields."""
         self.tokens.append(event.token)
         self.forced.append(event.forced)
         self.logprobs.append(event.logprob)

@@ -253,8 +253,8 @@ def choose(
 ) -> Choice:
     """Choose one token per row, and return the tokens with log-probabilities and alternatives.
 
-    The work runs on the device of the logits, and one copy brings the result to the host. The
-    choice of a row does not depend on the other rows. A setting that no row uses costs nothing.
+    The work runs on the device of the logits, with one copy to the host. The choice of a row does
+    not depend on the other rows. A setting that no row uses costs nothing.
     """
     count = max((sampling.logprobs for sampling in samplings), default=0)
     likelihood = _Likelihood(logits, log_totals, adjust is not None or count > 0)

@@ -124,10 +124,7 @@ class Slots:
     # --- common prefixes -------------------------------------------------------------------------
 
     def _reusable(self, request: Request, donor: Request) -> int:
-        """Return how many tokens of a request's prompt the donor's slot holds in usable form.
-
-        The number is 0 if there are too few to be worth copying.
-        """
+        """Return how many prompt tokens a request can reuse from the donor's slot, 0 if too few."""
         if request.tokens[:MIN_PREFIX] != donor.tokens[:MIN_PREFIX]:
             return 0
         if request.sampling.adapter != donor.sampling.adapter:
@@ -261,9 +258,8 @@ class Slots:
     def leave(self, slot: int) -> None:
         """End a request, leaving its cached tokens in the first slot behind the active ones.
 
-        If the request was ready to decode, the last ready request moves into its slot. The
-        prefilling requests then move up in order. If there are too few tokens to reuse, the slot is
-        emptied instead.
+        Fewer than 16 tokens are dropped. The last ready request moves into the slot if it was ready
+        too, and the prefilling requests move up in order.
         """
         request = self.requests[slot]
         assert request is not None
@@ -293,8 +289,7 @@ class Slots:
     def save_states(self, slot: int) -> None:
         """Save the states of a slot if they cannot be cut and the position is worth saving.
 
-        Such positions are the multiples of 256 tokens and the last one before decoding. Only the
-        latest four are kept.
+        Such positions are the multiples of 256 tokens and the last one before decoding.
         """
         request = self.requests[slot]
         assert request is not None

@@ -81,8 +81,7 @@ class Groups:
 
         Of `sampling`, only temperature, top_k, max_tokens and seed are used. Equal replies to a
         prompt are the same object. `on_done` is called with the index of each finished reply and
-        the reply itself. Raises UserError if a prompt is empty or leaves no room for a reply, or if
-        a token is not in the vocabulary.
+        the reply itself. Raises UserError if check_request() refuses a prompt.
         """
         longest = max(map(len, prompts), default=1)
         room = min(longest + sampling.max_tokens, self.model.config.sequence_len)
@@ -187,9 +186,9 @@ class Groups:
         return self._settle(stays, new, cache)
 
     def _choose(self, groups: Sequence[Sequence[int]], logits: Tensor) -> list[dict[int, _Option]]:
-        """Choose a token for every reply, and return the options of each group of replies by token.
+        """Choose a token for every reply, and return the options of each group by token.
 
-        `groups` holds the indices of the replies that share each row of `logits`.
+        `groups` holds the indices of the replies that share a row of logits.
         """
         rows = [row for row, members in enumerate(groups) for _ in members]
         members = [member for group in groups for member in group]

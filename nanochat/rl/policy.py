@@ -119,10 +119,10 @@ def shuffled(rewards: Sequence[float], seed: str) -> list[float]:
 def advantages(
     rewards: Sequence[float], kind: Literal["mean", "normalized"] = "mean"
 ) -> tuple[float, ...]:
-    """Return each reply's reward minus the mean of the rewards, which all belong to one problem.
+    """Return the advantages of all replies to one problem: their rewards minus the mean reward.
 
-    If `kind` is "normalized", the differences are divided by the standard deviation. All are 0 if
-    all rewards are equal, because nothing can be learned from them.
+    If `kind` is "normalized", they are divided by the rewards' deviation. If all rewards are equal,
+    all are 0.
     """
     if max(rewards) == min(rewards):  # exactly, since a rounded mean would leave tiny advantages
         return (0.0,) * len(rewards)

@@ -137,11 +137,11 @@ def roll_out(
 ) -> tuple[Rollouts, list[Sample]]:
     """Sample and grade replies to problems, and return this rank's batches and trained samples.
 
-    The ranks divide the problems with the indices `numbers`, and at most one in `policy.oversample`
-    is trained on. `shuffle` reorders the rewards of all replies of all ranks at random, as a
-    control. Shuffling within each group would not be a fair control: in a group with 15 right
-    replies of 16, most orders lower a right reply a little and few raise it a lot, and optimizers
-    that normalise the size of a step let the frequent changes win.
+    The ranks divide `numbers`, the indices of the problems. At most one in `policy.oversample` is
+    trained on. `shuffle` reorders the rewards of all ranks at random, as a control. Shuffling
+    within each group would not be a fair control: in a group with 15 right replies of 16, most
+    orders lower a right reply a little and few raise it a lot, and optimizers that normalise the
+    size of a step let the frequent changes win.
 
     With `groups`, which samples from `model`, replies are sampled and trained as trees. `policy.kl`
     above 0 needs `reference`, the model that tokens are pulled back to.
@@ -402,8 +402,7 @@ def _pass(samples: Sequence[Sample], height: int, row_tokens: int, pad: int) -> 
 def sampler_gap(samples: Sequence[Sample], model: torch.nn.Module, compute: Compute) -> float:
     """Return the largest gap between sampler and trainer in the log-probability of a token.
 
-    Each rank returns that of its first sample, or 0 if it has none. If the model is sharded, every
-    rank must call this.
+    Only this rank's first sample is compared. If the model is sharded, every rank must call this.
     """
     sample = samples[0] if samples else None
     tokens = sample.prompt + sample.completion.tokens if sample else [0, 0]

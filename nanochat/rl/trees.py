@@ -94,10 +94,7 @@ class TargetSums:
 
 @dataclass
 class GrowingTree:
-    """A tree of the tokens of a prompt and of replies to it, with the targets to train.
-
-    A place is the index of a token in the tree.
-    """
+    """A tree of the tokens of a prompt and its replies; a place is an index into `tokens`."""
 
     tokens: list[int]
     parents: list[int]

@@ -77,10 +77,7 @@ class Automaton:
 
 
 class Grammar:
-    """Follows one reply with the automaton of its schema.
-
-    Pass every token of the reply to accept().
-    """
+    """Follows one reply, every token of which must be passed to accept()."""
 
     _numbers = itertools.count()
 
@@ -132,10 +129,10 @@ class Grammar:
 
 
 class Schemas:
-    """Makes and caches the automata of JSON schemas for one tokenizer.
+    """Makes and caches the automata of schemas for one tokenizer.
 
-    Making the first automaton reads the whole vocabulary. Several threads may use this object at
-    once, because a server checks schemas beside the thread that generates.
+    Making the first one reads the whole vocabulary. Several threads may share this object: a server
+    checks schemas beside the thread that generates.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -169,7 +166,7 @@ class Schemas:
         self.refuse(schema, TOO_COMPLEX)
 
     def refuse(self, schema: str, reason: str) -> None:
-        """Make check() refuse a schema for some minutes, and drop its automaton from the cache."""
+        """Make check() refuse a schema for some minutes."""
         with self._lock:
             self._cached.pop(schema, None)
             while len(self._refused) >= MOST_REFUSED:
@@ -250,7 +247,7 @@ class Schemas:
         return matcher
 
     def _checked(self, schema: str) -> str:
-        """Return a schema as JSON text for llguidance, without settings of llguidance itself.
+        """Return a schema as JSON text for llguidance.
 
         Raises UserError if the text is too long, is not a JSON object, or asks for too much work.
         """

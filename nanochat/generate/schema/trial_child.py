@@ -23,10 +23,9 @@ class _Bytes:
 
 
 def begin(overrides: Any) -> Callable[[str], str]:
-    """Return a function that makes the automaton of a schema and its first mask.
+    """Return a function that makes the automaton of a schema, unless refused, and its first mask.
 
-    The function returns "refused" if llguidance rejects the schema, else "made". `overrides` are
-    options of llguidance's schema compiler.
+    `overrides` are options of llguidance's schema compiler.
     """
     vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
 

@@ -336,10 +336,10 @@ class GatedDeltaNet(nn.Module):
         a: Tensor,  # (B, T, H * G) before the decay
         context: Context,
     ) -> Tensor:  # (B, T, H * G * Dv)
-        """Update the memory in the context, and return what each token reads, normalized and gated.
+        """Update the memory, and return what each token reads from it, normalized and gated.
 
         Intermediate results take up several times as much device memory as the arguments, but are
-        quick to compute compared with the projections, so training may recompute them.
+        quick to compute compared with the projections.
         """
         c = self.config
         T = mixed.size(1)

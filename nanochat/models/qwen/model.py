@@ -262,10 +262,7 @@ def _role(name: str, parameter: Tensor) -> Role:
 
 
 def offload_tensor(x: Tensor) -> Callable[[], Tensor]:
-    """Copy a tensor to host memory, and return a function that copies it back to its device.
-
-    A tensor in host memory is not copied at all.
-    """
+    """Copy a tensor to host memory if necessary, and return a function that gives it back."""
     if x.is_cpu:
         return lambda: x
     device = x.device

@@ -27,8 +27,8 @@ def shape_of(
 ) -> QwenConfig:
     """Return the shape of a Qwen3 of `depth` layers.
 
-    The MLP has 8/3 times as many channels as the model, rounded up to a multiple of 64, so that a
-    layer has about as many parameters as a GPT's.
+    The MLP has about 8/3 as many channels as the model, so that a layer has about as many
+    parameters as a GPT's.
     """
     heads = model_dim // head_dim
     hidden = -(-8 * model_dim // (3 * 64)) * 64
