@@ -148,9 +148,10 @@ def _total_score(
     too_long: int,
     compute: Compute,
 ) -> Score:
-    """Return the score over all ranks, given this rank's grades and its sums over problems.
+    """Return the score over all ranks.
 
-    `guesses` sums the chances of guessing right, and `too_long` counts problems that do not fit.
+    `grades`, `guesses` (the sum of the chances of guessing right) and `too_long` cover this rank
+    only.
     """
     table = [0.0] * (total * samples)  # sample by sample; 0 for the problems of other ranks
     for i, problem_grades in grades.items():
@@ -197,7 +198,7 @@ def progress(
 
 
 def identify(task: Any, i: int) -> str:
-    """Return the ID of problem i in records: the task's own ID if it has any, else the index."""
+    """Return the ID of problem i in records: the task's own ID if it has one, else the index."""
     return task.identify(i) if hasattr(task, "identify") else str(i)
 
 
@@ -213,7 +214,7 @@ def _grade_letters(
     compute: Compute,
     on_record: OnRecord | None,
 ) -> dict[int, list[float]]:
-    """Return the grade of each problem's most likely letter, as a list of one, by problem index.
+    """Return lists with the grade of each problem's most likely letter, by problem index.
 
     The letter is the most likely first token of the reply among the letters of the choices.
     """
@@ -317,7 +318,7 @@ def _grade_replies(
 
 
 class Generator(Protocol):
-    """The interface for completing every prompt `samples` times, which Engine and rl's Groups have.
+    """The interface, shared by Engine and Groups, for completing every prompt `samples` times.
 
     Equal replies to a prompt may be the same object.
     """
@@ -398,7 +399,7 @@ def wilson(right: float, total: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def by_group(task: Task, score: Score) -> dict[str, tuple[float, int]]:
-    """Return (sum of grades, number of problems) by group, sorted by the groups' names.
+    """Return a dict from each group to (sum of grades, number of problems), in the order of names.
 
     The best sample of each problem counts. If the task has no method `group(i)`, the dict is empty.
     """

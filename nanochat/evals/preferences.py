@@ -60,8 +60,8 @@ class PreferenceLoss:
     ) -> Tensor:  # (4,)
         """Return four sums over all pairs in a batch of PairRows.
 
-        They are the sums of the loss, of the pairs with a margin above 0 (their number), of the
-        margin, and of the preferred answer's reward, which is beta * log(p / p_ref).
+        They are the loss, the number of pairs with a margin above 0, the margin, and the reward of
+        the preferred answer, which is beta * log(p / p_ref).
         """
         references = extras["references"]
         scores, lengths = answer_scores(

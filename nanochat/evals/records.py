@@ -63,7 +63,10 @@ class Records:
         self._records: list[tuple[int, Fields]] = []
 
     def saved_score(self) -> dict[str, Any] | None:
-        """Return the score saved for the same model, settings and data, or None without one."""
+        """Return the score of an earlier evaluation with the same model, settings and data.
+
+        Returns None if the file has no such score.
+        """
         try:
             with open(self.path, "rb") as file:
                 head = parse_json(file.readline())

@@ -192,7 +192,7 @@ def tier(unsafe_exec: bool = False) -> str:
     started as root, it becomes the user nobody. CPU time, memory and file size are limited.
 
     In "namespaces", the program sees no other process, and no files except /usr, /lib, Python's own
-    (all read-only) and 16 MB of scratch space in memory. In "limits", it can read only the same
+    (all read-only) and 16 MiB of scratch space in memory. In "limits", it can read only the same
     files and write only to its own folder if the kernel has Landlock; otherwise, it can read and
     write whatever its user may. Without `unsafe_exec`, this function therefore raises UserError
     instead of returning "limits". It also raises UserError if any part of a tier cannot be set up.

@@ -249,7 +249,7 @@ def confine(root: str) -> None:
 
 
 def drop_rights() -> None:
-    """Drop all capabilities, and deny processes without privileges access to this one's memory."""
+    """Drop all capabilities, and deny unprivileged processes access to this one's memory."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     call("capset", header, (ctypes.c_uint32 * 6)())
     prctl(PR_SET_DUMPABLE, 0)

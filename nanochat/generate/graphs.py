@@ -70,8 +70,8 @@ class DecodeGraphs:
         """Feed a token to each of the first B slots, and return the logits that follow.
 
         `cached` is the number of tokens in every slot of the cache, and `numbers` are the adapter
-        indices of the rows. Returns None, having done nothing, if one of these slots or of those
-        that pad the step is full.
+        indices of the rows. Returns None, having done nothing, if one of these slots, or a slot
+        that pads the step, is full.
         """
         count = len(tokens)
         cache = self.cache
@@ -100,7 +100,7 @@ class DecodeGraphs:
         return self.adapters.rows(padded, fixed=True)
 
     def _logits(self, shape: Shape) -> Tensor:
-        """Return the logits of a step, replaying its graph or, for a new shape, capturing one."""
+        """Replay the step of a shape, or capture it on first use, and return the logits."""
         if shape not in self._graphs:
             return self._first(shape)
         replay, results = self._graphs[shape]

@@ -58,7 +58,7 @@ class Passes:
         count: int,
         preserved_slots: Sequence[int] = (),
     ) -> Tensor:  # (count, V) fp32
-        """Feed the next token of each of the first `count` requests, and return the next logits.
+        """Feed the first `count` requests their next tokens, and return the logits that follow.
 
         The states of the slots in `preserved_slots` are the same afterwards as before.
         """
@@ -92,7 +92,7 @@ class Passes:
         first: int,
         chunks: Sequence[Sequence[int]],
     ) -> Tensor:  # (B', T, C), B' >= B
-        """Run each chunks[i], new tokens of slot `first` + i, and return the hidden states."""
+        """Run the new tokens chunks[i] of each slot `first` + i, and return the hidden states."""
         cached = cached_tokens(requests)
         rows, T = self._shape(cached, first, chunks)
         padding_rows = rows - len(chunks)
@@ -204,7 +204,7 @@ class Passes:
         targets: Sequence[int],  # n tokens
         count: int,
     ) -> list[Scored]:
-        """Return each target's log-probability after its hidden state, and `count` alternatives."""
+        """Return each target's log-probability given its hidden state, and `count` alternatives."""
         scores: list[Scored] = []
         for start in range(0, len(targets), HEAD_ROWS):
             block = slice(start, start + HEAD_ROWS)

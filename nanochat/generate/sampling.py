@@ -170,8 +170,8 @@ def check_request(
 ) -> None:
     """Raise UserError if a model cannot answer a prompt.
 
-    The prompt may be empty, it may leave no room for a reply within `length` tokens for both, or a
-    token of the prompt or of the settings may not be in the vocabulary.
+    That is so if the prompt is empty or leaves no room for a reply within `length` tokens for both,
+    or if a token of the prompt or the settings is not in the vocabulary.
     """
     if not prompt:
         raise UserError(
@@ -192,7 +192,7 @@ def check_tokens(
     tokens: Collection[int],
     vocabulary: int,
 ) -> None:
-    """Raise UserError, naming `name`, if a token is not in a vocabulary of the given size."""
+    """Raise UserError if a token is not in a vocabulary of the given size."""
     if not tokens or (min(tokens) >= 0 and max(tokens) < vocabulary):
         return
     wrong = next(token for token in tokens if not 0 <= token < vocabulary)
@@ -225,7 +225,7 @@ def chat_drawing(
 
 
 def uniform(generator: random.Random) -> float:
-    """Return a random number in [0, 1) for choose(), which does not depend on the device."""
+    """Return a random number in [0, 1) for choose(), the same on every device."""
     return generator.getrandbits(UNIFORM_BITS) / 2**UNIFORM_BITS
 
 
@@ -269,7 +269,7 @@ def _chosen(
     samplings: Sequence[Sampling],
     uniforms: Sequence[float],
 ) -> Tensor:  # (B,) token ids
-    """Choose the token of each row: greedily, from its top_k, or from the whole vocabulary."""
+    """Choose and return the token of each row: greedily, from its top_k, or from all tokens."""
     V = logits.size(1)
     top_ks = [sampling.top_k_of(V) for sampling in samplings]
     rows, nuclei = [], []

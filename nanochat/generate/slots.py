@@ -225,7 +225,7 @@ class Slots:
     # --- coming and going ------------------------------------------------------------------------
 
     def take(self, request: Request) -> None:
-        """Give a request a slot, with the longest prefix of its prompt that any slot holds."""
+        """Give a request a slot, with the longest prefix of its prompt that it can reuse."""
         target = self.active
         source, length = self._longest_prefix(request, range(len(self.requests)))
         donor = self.requests[source] if length else None
@@ -258,8 +258,8 @@ class Slots:
     def leave(self, slot: int) -> None:
         """End a request, leaving its cached tokens in the first slot behind the active ones.
 
-        Fewer than 16 tokens are dropped. The last ready request moves into the slot if it was ready
-        too, and the prefilling requests move up in order.
+        Fewer than 16 tokens are dropped. If the request was ready, the last ready request takes its
+        slot. The prefilling requests then move up in order.
         """
         request = self.requests[slot]
         assert request is not None

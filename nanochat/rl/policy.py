@@ -121,7 +121,7 @@ def advantages(
 ) -> tuple[float, ...]:
     """Return the advantages of all replies to one problem: their rewards minus the mean reward.
 
-    If `kind` is "normalized", they are divided by the rewards' deviation. If all rewards are equal,
+    If `kind` is "normalized", they are divided by the standard deviation. If all rewards are equal,
     all are 0.
     """
     if max(rewards) == min(rewards):  # exactly, since a rounded mean would leave tiny advantages

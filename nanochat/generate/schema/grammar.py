@@ -153,7 +153,7 @@ class Schemas:
             return automaton is not None and not automaton.worn
 
     def check(self, schema: str) -> None:
-        """Raise UserError, with the same reason as before, if a refusal is remembered."""
+        """Raise UserError if the schema was refused a short while ago, for the same reason."""
         key = _digest(schema)
         with self._lock:
             reason, until = self._refused.get(key, ("", 0.0))

@@ -23,7 +23,7 @@ class _Bytes:
 
 
 def begin(overrides: Any) -> Callable[[str], str]:
-    """Return a function that makes the automaton of a schema, unless refused, and its first mask.
+    """Return a function that makes a schema's automaton and first mask, or returns "refused".
 
     `overrides` are options of llguidance's schema compiler.
     """

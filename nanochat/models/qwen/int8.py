@@ -50,7 +50,8 @@ class Int8:
 def hold_in_int8(model: Qwen) -> None:
     """Quantize matrices whose input sizes are multiples of 16 to 8 bits, for inference.
 
-    This includes the head, except that its table keeps its dtype and takes the dequantized values.
+    The head multiplies in 8 bits too, but its table keeps its dtype and takes the dequantized
+    values.
     """
     for module in model.modules():
         if isinstance(module, Linear) and not module.in_features % UNIT:

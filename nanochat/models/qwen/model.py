@@ -56,7 +56,7 @@ class Qwen(nn.Module):
 
     @property
     def takes_trees(self) -> bool:
-        """Whether a pass may read a Tree, unlike a DeltaNet, whose memory follows one sequence."""
+        """Whether passes may read a Tree: not with DeltaNets, whose memory follows one sequence."""
         return "D" not in self.config.kinds
 
     @property
