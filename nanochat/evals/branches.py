@@ -1,4 +1,4 @@
-"""Runs prompts that share a prefix, so that the model reads the prefix only once."""
+"""Runs batches of prompts through a model, which reads each shared prefix only once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from nanochat.model import Model
 
 @dataclass(frozen=True)
 class _Family:
-    """A range of consecutive prompts, by their indices, that share a prefix."""
+    """Consecutive prompts that share a prefix; `prompts` are their indices."""
 
     prefix: tuple[int, ...]
     prompts: range
@@ -33,7 +33,7 @@ def _families(prefixes: Sequence[tuple[int, ...]]) -> list[_Family]:
 class Branches:
     """Computes the hidden states of batches of prompts.
 
-    All batches reuse one key-value cache.
+    The key-value cache is reused until a batch needs a larger one.
     """
 
     def __init__(self, model: Model, pad: int):
@@ -47,7 +47,7 @@ class Branches:
     ) -> Tensor:  # (B, T, C)
         """Return the hidden states of each prompt b, from token prefix_lengths[b] on.
 
-        If consecutive prompts have the same prefix, the model reads it once for all of them.
+        If consecutive prompts have the same prefix before that token, the model reads it only once.
         """
         if not any(prefix_lengths):
             tokens = self._padded(prompts)
@@ -66,9 +66,9 @@ class Branches:
     def _read_prefixes(self, cache: Cache, prefixes: Sequence[tuple[int, ...]]) -> None:
         """Fill slot b of the cache with prefix b, reading equal consecutive prefixes only once.
 
-        The prefix of family n is read into slot n, then copied to the slots of all its prompts.
-        Copies go from the last slot to the first. Since family n starts at slot n or later, a slot
-        is only overwritten after its own prefix has been copied.
+        The prefix of family n, the n-th run of equal prefixes, is read into slot n, then copied to
+        the slots of all its prompts. Copies go from the last slot to the first. Since family n
+        starts at slot n or later, a slot is only overwritten after its own prefix has been copied.
         """
         families = _families(prefixes)
         family_prefixes = [family.prefix for family in families]
@@ -101,9 +101,9 @@ class Branches:
         rows: Sequence[Sequence[int]],
         cached_lengths: Sequence[int],
     ) -> Tensor:  # (B, T, C)
-        """Run each row b through the model as a continuation of slot b, and return hidden states.
+        """Run row b as a continuation of cache slot b, for every row, and return the hidden states.
 
-        Slot b of the cache already holds cached_lengths[b] tokens.
+        Slot b already holds cached_lengths[b] tokens.
         """
         row_lengths = list(map(len, rows))
         tokens = self._padded(rows)

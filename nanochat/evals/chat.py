@@ -1,6 +1,7 @@
 """Evaluates a chat model on the problems of a task.
 
-Multiple-choice tasks compare the logits of the choices' letters, and other tasks grade replies.
+It compares the logits of the choices' letters in multiple choice, and grades replies in other
+tasks.
 """
 
 import contextlib
@@ -29,14 +30,14 @@ PREFILL_TOKENS = 4096
 
 Judgement = TypeVar("Judgement")
 Advance = Callable[[float], None]
-OnReply = Callable[[int, list[Part], float], None]  # called with problem, reply and grade
-# Called with problem and record, on the rank that evaluated the problem.
+OnReply = Callable[[int, list[Part], float], None]  # called with index, reply and grade
+# Called with a problem's index and its record, on the rank that evaluated the problem.
 OnRecord = Callable[[int, Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class Score:
-    """The result of a task over all ranks.
+    """The score of a model on a task, over all ranks.
 
     `low` and `high` are the bounds of the accuracy's 95 % confidence interval.
     """
@@ -53,7 +54,7 @@ class Score:
 
     @property
     def accuracy(self) -> float:
-        """The share of problems that the model solved."""
+        """The mean grade of all problems, counting the best sample of each."""
         return self.right / self.total
 
     @property
@@ -86,14 +87,14 @@ def evaluate(
 
     The ranks divide the problems, and every rank returns the score over all of them.
 
-    `batch_size` problems or replies are computed together. With several samples, a problem counts
-    as right if any of them is right. If the task has `grade_parts(i, parts)`, it is used instead of
-    `grade`, and also sees calculator calls. If a task's examples do not all fit into the context,
-    the first of them are left out.
+    At most `batch_size` problems or replies are computed together. If replies are written, there
+    are `samples` for each problem, and the best grade counts. If the task has `grade_parts(i,
+    parts)`, it is used instead of `grade`, and also sees calculator calls. Examples that do not fit
+    into the context are left out, starting with the first.
 
     `on_reply` is called with every written reply of this rank, and `on_record` with a record of
     every answer. With `graphs`, decoding steps are captured and replayed. Raises UserError on every
-    rank if there is no problem to evaluate, or if any rank finds a broken problem.
+    rank if there is nothing to evaluate, or if any rank finds a malformed problem.
     """
     total = len(task) if limit is None else min(limit, len(task))
     if min(total, samples, batch_size) < 1:
@@ -147,7 +148,11 @@ def _total_score(
     too_long: int,
     compute: Compute,
 ) -> Score:
-    """Return the score over all ranks; `guesses` and `too_long` count this rank's problems only."""
+    """Return the score over all ranks.
+
+    `grades`, `guesses` (the sum of the chances of guessing right) and `too_long` cover this rank
+    only.
+    """
     table = [0.0] * (total * samples)  # sample by sample; 0 for the problems of other ranks
     for i, problem_grades in grades.items():
         table[i * samples : (i + 1) * samples] = problem_grades
@@ -159,7 +164,7 @@ def _total_score(
 
 
 def _prompt(task: Task, i: int, tokenizer: Tokenizer, max_tokens: int) -> list[int]:
-    """Return the prompt of problem i as tokens, with as many of the task's examples as fit."""
+    """Return the tokens of problem i's prompt, with as many of the task's examples as fit."""
     conversation = task[i]
     tokens = tokenizer.render_prompt(conversation)
     for _ in range(getattr(task, "shots", 0)):
@@ -193,7 +198,7 @@ def progress(
 
 
 def identify(task: Any, i: int) -> str:
-    """Return the ID of problem i in records, which is its name in the task, or else its number."""
+    """Return the ID of problem i in records: the task's own ID if it has one, else the index."""
     return task.identify(i) if hasattr(task, "identify") else str(i)
 
 
@@ -209,7 +214,7 @@ def _grade_letters(
     compute: Compute,
     on_record: OnRecord | None,
 ) -> dict[int, list[float]]:
-    """Return the grade of each problem's most likely letter, as a list of one grade.
+    """Return lists with the grade of each problem's most likely letter, by problem index.
 
     The letter is the most likely first token of the reply among the letters of the choices.
     """
@@ -242,7 +247,7 @@ def _grade_letters(
 
 
 def _letter_id(tokenizer: Tokenizer, letter: str) -> int:
-    """Return the token of a letter.
+    """Return the token ID of a letter.
 
     Raises UserError if the letter is not a single token.
     """
@@ -271,7 +276,7 @@ def _grade_replies(
     on_record: OnRecord | None,
     graphs: bool,
 ) -> dict[int, list[float]]:
-    """Let the model write replies, and return the grade of every sample, by problem."""
+    """Let the model write replies, and return the grades of all samples by problem index."""
     if not prompts:
         return {}
     numbers = list(prompts)
@@ -313,7 +318,7 @@ def _grade_replies(
 
 
 class Generator(Protocol):
-    """The interface of an Engine that completes every prompt `samples` times.
+    """The interface, shared by Engine and Groups, for completing every prompt `samples` times.
 
     Equal replies to a prompt may be the same object.
     """
@@ -336,7 +341,7 @@ def generate_and_judge(
     judge: Callable[[int, Sequence[int]], Judgement],
     on_reply: Callable[[], None],
 ) -> tuple[list[Completion], list[Judgement]]:
-    """Return `samples` replies to every prompt, in the order of the prompts, and their judgements.
+    """Return `samples` replies to each prompt, in the order of the prompts, and their judgements.
 
     `judge` is called once for each distinct reply object, with the index of the prompt and the
     reply's tokens. It runs in a thread of its own while other replies are still being written.
@@ -370,9 +375,9 @@ def _grade(task: Task, i: int, parts: list[Part]) -> float:
 
 
 def grader(task: Task, tokenizer: Tokenizer) -> Callable[[int, Sequence[int]], float]:
-    """Return a function that grades a reply, given a problem's index and the reply's tokens.
+    """Return a function that grades replies as evaluate() does.
 
-    It grades in the same way as evaluate().
+    Its arguments are the index of a problem and the tokens of a reply.
     """
     return lambda i, tokens: _grade(task, i, reply_parts(tokens, tokenizer))
 
@@ -381,9 +386,9 @@ def grader(task: Task, tokenizer: Tokenizer) -> Callable[[int, Sequence[int]], f
 
 
 def wilson(right: float, total: int, z: float = 1.96) -> tuple[float, float]:
-    """Return the confidence interval of the share right / total, by default at 95 % (Wilson 1927).
+    """Return Wilson's confidence interval (1927) of the share right / total, by default at 95 %.
 
-    The interval is also valid for shares near 0 and 1.
+    It is also valid for shares near 0 and 1. `z` is its half-width in standard deviations.
     """
     share = right / total
     widening = 1 + z * z / total
@@ -394,9 +399,9 @@ def wilson(right: float, total: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def by_group(task: Task, score: Score) -> dict[str, tuple[float, int]]:
-    """Return (sum of grades, number of problems) for each group, sorted by the group's name.
+    """Return a dict from each group to (sum of grades, number of problems), in the order of names.
 
-    If the task has no method `group(i)`, the result is empty.
+    The best sample of each problem counts. If the task has no method `group(i)`, the dict is empty.
     """
     if not hasattr(task, "group"):
         return {}
@@ -427,8 +432,8 @@ def pass_at(k: int, grades: Sequence[Sequence[float]]) -> float:
 
 
 def chat_core(figures: Iterable[tuple[float, float]]) -> float:
-    """Return ChatCORE, given the accuracy and the baseline of each task.
+    """Return ChatCORE, given the (accuracy, baseline) of each task.
 
-    ChatCORE is the mean accuracy, after rescaling each so that guessing is 0 and perfection is 1.
+    ChatCORE is the mean of the accuracies, each rescaled so that guessing is 0 and perfection is 1.
     """
     return fmean((accuracy - baseline) / (1 - baseline) for accuracy, baseline in figures)

@@ -1,7 +1,6 @@
-"""Evaluates multiple choice with models that continue a text, by finding the most likely answer.
+"""Evaluates multiple choice by finding the most likely continuation, which needs no chat model.
 
-Like lm-evaluation-harness, it compares log-probabilities in three ways: unscaled, per byte and per
-token.
+Log-probabilities are compared in three ways: in total, per byte and per token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from nanochat.tokenizer import Tokenizer
 
 
 class ClozeTask(Protocol):
-    """A task whose questions are beginnings of texts, which the possible answers continue."""
+    """A task whose questions are texts to continue, each with several possible continuations."""
 
     @property
     def name(self) -> str:
@@ -32,19 +31,19 @@ class ClozeTask(Protocol):
     def cloze(self, i: int) -> Cloze:
         """Return question i.
 
-        Raises UserError if it is broken.
+        Raises UserError if the question is malformed.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ChoiceScore:
-    """The accuracies of a task over all ranks, by three ways to compare answers.
+    """The accuracies on a task, over all ranks, by three ways to compare its answers.
 
-    `acc` compares the log-probabilities of the answers. Since long answers have low probabilities,
-    `acc_norm_bytes` divides them by the number of bytes in each answer, and `acc_norm_tokens` by
-    the number of tokens. `low` and `high` are the bounds of the 95 % confidence interval of `acc`,
-    and `baseline` is the accuracy of guessing.
+    `acc` compares the total log-probabilities of the answers, which favours short answers.
+    `acc_norm_bytes` divides each by the number of bytes in its answer, and `acc_norm_tokens` by the
+    number of tokens. `low` and `high` are the bounds of the 95 % confidence interval of `acc`, and
+    `baseline` is the accuracy of guessing.
     """
 
     name: str
@@ -79,8 +78,9 @@ def rows_of(
 ) -> list[PromptRow]:
     """Return a row to score for each choice, tokenised as in lm-evaluation-harness.
 
-    Context and choice are encoded as one text, and the tokens that follow as many as the context
-    has alone are scored. Spaces at the end of the context count as part of the choice.
+    Context and choice are joined by a space and encoded as one text. As many tokens as the context
+    has alone, without white space at its end, are not scored; the others are, and at least the last
+    one.
     """
     texts = [context.rstrip(), *(f"{context} {choice}" for choice in choices)]
     encoded = [[tokenizer.bos, *ids] for ids in tokenizer.encode_batch(texts)]
@@ -90,7 +90,7 @@ def rows_of(
 
 @dataclass(frozen=True)
 class Picks:
-    """The indices of the most likely choices, by total log-probability, per byte and per token."""
+    """The index of the most likely choice, by total log-probability, per byte and per token."""
 
     plain: int
     by_bytes: int
@@ -98,7 +98,7 @@ class Picks:
 
 
 def pick(scores: Sequence[Likelihood], choices: Sequence[str]) -> Picks:
-    """Return the most likely choice by each of the three measures, and the first if several tie."""
+    """Return the most likely choice by each of the three measures, or the first if several tie."""
     plain = [score.logprob for score in scores]
     by_tokens = [score.logprob / score.tokens for score in scores]
     by_bytes = []
@@ -118,7 +118,10 @@ def _fit(
     tokenizer: Tokenizer,
     max_tokens: int,
 ) -> tuple[list[PromptRow], bool]:
-    """Return the rows of a question with as many examples as fit, and whether any are left out."""
+    """Return a question's rows with as many examples as fit, and whether any are left out.
+
+    The first examples are left out first.
+    """
     for first in range(len(cloze.examples) + 1):
         context = cloze.intro + "".join(cloze.examples[first:]) + cloze.question
         rows = rows_of(i, context, cloze.choices, tokenizer)
@@ -128,7 +131,7 @@ def _fit(
 
 
 def _longest_input(rows: Sequence[PromptRow]) -> int:
-    """Return the number of tokens that the model reads of the longest row, which is all but one."""
+    """Return how many tokens of the longest row the model reads, which is all but the last one."""
     return max(len(row.tokens) for row in rows) - 1
 
 
@@ -145,9 +148,9 @@ def evaluate_choices(
 
     The ranks divide the questions, and every rank returns the score over all of them.
 
-    `tokens_per_batch`, the largest number of positions in one forward pass, padding included,
-    limits the memory. Raises UserError on every rank if there is no question, or if any rank finds
-    a broken one.
+    `tokens_per_batch` limits the positions in a forward pass, padding included, unless one question
+    needs more. Answers and score are saved in `records`. Raises UserError on every rank if there is
+    no question, if any rank finds a malformed one, or if the model has diverged.
     """
     total = len(task) if limit is None else min(limit, len(task))
     if total < 1:
@@ -193,7 +196,7 @@ def _score_questions(
     tokens_per_batch: int,
     compute: Compute,
 ) -> dict[int, list[Likelihood]]:
-    """Return the likelihoods of each question's rows, by question."""
+    """Return the likelihoods of each question's rows, by question index."""
     flat = [row for question_rows in rows.values() for row in question_rows]
     with progress(title, len(flat), "choices", compute) as advance:
         scored = score_rows(model, flat, tokenizer.bos, tokens_per_batch, on_batch=advance)
@@ -202,7 +205,7 @@ def _score_questions(
 
 
 def _choice_score(name: str, total: int, sums: Sequence[float]) -> ChoiceScore:
-    """Return the score for sums over all ranks, which come in the order of evaluate_choices()."""
+    """Return the score, given the sums over all ranks in the order of evaluate_choices()."""
     plain, by_bytes, by_tokens, guesses, fewer_examples, too_long = sums
     low, high = wilson(plain, total)
     return ChoiceScore(
@@ -226,7 +229,7 @@ def _record(
     scores: Sequence[Likelihood],
     picks: Picks,
 ) -> dict[str, Any]:
-    """Return the record of a question, whose `prompt` holds the tokens before any scored token."""
+    """Return the record of a question; its `prompt` holds the tokens before any scored token."""
     logprobs = [
         [choice, score.logprob, score.tokens]
         for choice, score in zip(cloze.choices, scores, strict=True)

@@ -1,4 +1,4 @@
-"""Evaluates CORE, the mean accuracy above chance over 22 few-shot tasks.
+"""Evaluates CORE, the mean accuracy above chance over 22 zero-shot and few-shot tasks.
 
 CORE comes from DCLM (Li et al. 2024, arXiv:2406.11794). Problems, few-shot examples and prompts are
 the same as in upstream nanochat, so that results can be compared. Unlike upstream, prompts of many
@@ -58,7 +58,7 @@ OPTIONS_FIELD = {"multiple_choice": "choices", "schema": "context_options"}
 
 @dataclass(frozen=True)
 class IclTask:
-    """A task in the bundle, where `baseline` is the accuracy of random guessing, in [0, 1)."""
+    """An in-context-learning task of the bundle; `baseline` is the accuracy of random guessing."""
 
     label: str
     kind: str
@@ -70,7 +70,7 @@ class IclTask:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """The accuracy of a task.
+    """The accuracy on a task, and the `seconds` that this rank took.
 
     `centered` is the accuracy rescaled so that guessing is 0 and perfection is 1.
     """
@@ -84,9 +84,9 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class Core:
-    """The scores of all tasks, and CORE, their mean `centered` accuracy.
+    """The scores of all tasks that could be evaluated, and their mean `centered` accuracy, CORE.
 
-    If any tasks are `broken`, CORE is None.
+    If any tasks are `broken`, `core` is None.
     """
 
     tasks: tuple[TaskScore, ...]
@@ -100,8 +100,8 @@ class Core:
 def find_bundle(path: str | Path | None = None) -> Path | None:
     """Return the folder of the eval bundle, which is `path` or, by default, <base>/eval_bundle.
 
-    Return None if there is no `path` and the default folder does not exist. Raises UserError (code
-    2) if the folder is not an eval bundle.
+    Return None if `path` is None and the default folder does not exist. Raises UserError (exit code
+    2) if the folder has no core.yaml.
     """
     if path is None:
         folder = base_dir() / "eval_bundle"
@@ -120,7 +120,7 @@ def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = 
     """Download the published bundle (162 MB) to <base>/eval_bundle, and return that folder.
 
     The folder only appears once it is complete. Call this on one rank only. Raises UserError if the
-    download fails, or if it is not a bundle.
+    download fails, or if the archive is not an eval bundle.
     """
     base = base_dir()
     target = base / "eval_bundle"
@@ -166,10 +166,10 @@ def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = 
 
 
 def _read_yaml(path: Path) -> Any:
-    """Return the content of a short YAML file.
+    """Return the content of a YAML file of at most 1 MiB.
 
-    Raises ValueError or YAMLError if the path is a pipe or device, or if the file is malformed,
-    nested too deeply or uses aliases, with which a few lines can expand to billions.
+    Raises ValueError or YAMLError if the path is a pipe or device, or if the file is too large,
+    malformed, nested too deeply or uses aliases, with which a few lines can expand to billions.
     """
     check_regular(path, MAX_YAML_BYTES)
     text = path.read_text(encoding="utf-8")
@@ -225,7 +225,7 @@ def read_bundle(folder: Path) -> list[IclTask]:
 
 
 def _read_baselines(path: Path) -> dict[str, float]:
-    """Return the accuracy of random guessing for each task, in [0, 1), by the task's label."""
+    """Return the accuracy of random guessing on each task, as a fraction, by the task's label."""
     check_regular(path, MAX_YAML_BYTES)
     with open(path, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -233,7 +233,7 @@ def _read_baselines(path: Path) -> dict[str, float]:
 
 
 def _check_task(task: IclTask, place: str) -> None:
-    """Raise UserError if a task of core.yaml cannot be evaluated; `place` names the task."""
+    """Raise UserError if a task of core.yaml cannot be evaluated; `place` begins the message."""
     if task.kind not in FIELDS:
         raise UserError(
             f"{place}: icl_task_type must be one of {', '.join(FIELDS)}, got {task.kind}. "
@@ -254,7 +254,8 @@ def _check_task(task: IclTask, place: str) -> None:
 def read_problems(task: IclTask, limit: int | None = None) -> list[dict[str, Any]]:
     """Return the first `limit` problems of a task, in the same shuffled order as upstream.
 
-    Raises UserError if a problem is malformed, or if there are too few problems for the examples.
+    Raises UserError if a problem is malformed, or unless there are more problems than few-shot
+    examples.
     """
     problems = []
     with open(task.path, "rb") as file:
@@ -293,9 +294,9 @@ def _check_problem(kind: str, problem: dict[str, Any]) -> None:
 
 
 def choose_examples(count: int, number: int, shots: int) -> list[int]:
-    """Return the indices of the examples for problem `number` of `count`.
+    """Return the indices of the `shots` few-shot examples for the problem with index `number`.
 
-    They are drawn as in upstream, and never include the problem itself.
+    They are drawn from all `count` problems except this one, as in upstream.
     """
     drawn = random.Random(EXAMPLES_SEED + number).sample(range(count - 1), shots)
     return [i + 1 if i >= number else i for i in drawn]
@@ -372,7 +373,10 @@ def judge(
     tokens_per_batch: int,
     records: Records | None = None,
 ) -> list[bool]:
-    """Return whether the model solves each of the given problems, and record its answers."""
+    """Return whether the model solves each problem whose index is in `numbers`.
+
+    The answers are added to `records`.
+    """
     prompts: list[list[str]] = []  # the prompts of each problem
     for number in numbers:
         examples = [problems[i] for i in choose_examples(len(problems), number, task.shots)]
@@ -426,11 +430,11 @@ def evaluate_task(
     tokens_per_batch: int = 16384,
     records: Records | None = None,
 ) -> TaskScore:
-    """Return the score of an unsharded model on a task, over all ranks.
+    """Return an unsharded model's score on the first `limit` problems of a task, over all ranks.
 
-    Each rank evaluates its share of the problems. If `records` holds the score of an earlier
-    evaluation with the same model, settings and data, that score is returned. Raises UserError on
-    every rank if any rank finds a broken problem, or a loss that is not finite.
+    The ranks divide the problems. If `records` holds the score of an earlier evaluation with the
+    same model, settings and data on every rank, that score is returned. Raises UserError on every
+    rank if any rank finds a malformed problem, or a loss that is not finite.
     """
     if records:
         saved_score = records.saved_score()
@@ -465,11 +469,12 @@ def evaluate_core(
     tokens_per_batch: int = 16384,
     records: Callable[[IclTask], Records] | None = None,
 ) -> Core:
-    """Evaluate at most `limit` problems of every task in a bundle, and log a line for each task.
+    """Return CORE and the scores of all tasks in a bundle, on at most `limit` problems of each.
 
-    `tokens_per_batch`, the largest number of positions in one forward pass, padding included,
-    limits the memory. `records` returns the file for a task's answers. A broken task is skipped
-    with a warning. Raises UserError if all tasks are broken.
+    A line is logged for each task. `tokens_per_batch` limits the positions in a forward pass,
+    padding included, unless one problem needs more. `records` returns the Records for a task's
+    answers. A task whose evaluation raises UserError is left out with a warning, unless all tasks
+    do.
     """
     scores: list[TaskScore] = []
     broken: list[str] = []

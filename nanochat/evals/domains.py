@@ -39,11 +39,12 @@ READ_CHARACTERS = 2_000  # the number of characters at the beginning that decide
 
 
 def domain(text: str) -> str:
-    """Return the domain of a document, which is "sums" or the language of most of its letters.
+    """Return "sums", "other", or the language or script of most letters at the beginning of a text.
 
-    A Chinese character counts three times, because it carries about as much meaning as three Latin
-    letters. A text with more than about a tenth of kana counts as Japanese, since Japanese also
-    uses many Chinese characters. A text without letters is "other".
+    A text is "sums" if many of its characters are digits and arithmetic signs. A Chinese character
+    counts three times, because it carries about as much meaning as three Latin letters. If more
+    than about 1/30 of this count are kana, the text counts as Japanese, which also uses Chinese
+    characters.
     """
     beginning = text[:READ_CHARACTERS]
     characters = [character for character in beginning if not character.isspace()]
@@ -69,9 +70,9 @@ def _named_documents(prefix: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
 
 
 def _documents(data: Data) -> Iterator[tuple[str, str]]:
-    """Yield the validation documents of all corpora as (domain, text), taking corpora in turn.
+    """Yield the validation documents as (domain, text), taking one from each corpus in turn.
 
-    In a mixture, the name of the corpus is part of the domain's name.
+    If there are several corpora, the domain begins with the name of the corpus.
     """
     streams = []
     for corpus in data.corpora:
@@ -87,7 +88,7 @@ def _domain_rows(
     tokens: int,
     row_length: int,
 ) -> list[tuple[str, PromptRow]]:
-    """Return rows of about the first `tokens` tokens of the validation split, as (domain, row)."""
+    """Return rows of the first validation documents, about `tokens` tokens, as (domain, row)."""
     rows: list[tuple[str, PromptRow]] = []
     tokens_read = 0
     for name, text in _documents(data):
@@ -116,7 +117,7 @@ def evaluate_domains(
     tokens_per_batch: int,
     compute: Compute,
 ) -> dict[str, Loss]:
-    """Return the loss on the first `tokens` tokens of the validation split, by domain.
+    """Return the loss on about the first `tokens` tokens of the validation split, by domain.
 
     The ranks divide the rows. Documents that are longer than the context are cut, and each part is
     read without the parts before it, so results differ slightly from those of packed rows. Raises

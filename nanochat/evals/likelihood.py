@@ -15,16 +15,16 @@ from nanochat.evals.branches import Branches
 from nanochat.model import Model
 
 HEAD_ROWS = 1024  # the number of positions whose logits are in memory at the same time
-LEAST_SHARED = 64  # the tokens that sharing a prefix must save, since it costs a second pass
+LEAST_SHARED = 64  # least tokens that sharing a prefix must save, since it costs a second pass
 
 Tokens = TypeVar("Tokens", list[int], tuple[int, ...])
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """The tokens of a prompt and its continuation, of which those from `start` on are scored.
+    """The tokens of a prompt and its continuation; those from index `start` on are scored.
 
-    At least one token is scored.
+    `start` is at least 1 and less than the number of tokens.
     """
 
     question: int  # rows of the same question may share a prefix
@@ -63,7 +63,7 @@ class _Input:
 
 @dataclass(frozen=True)
 class _Family:
-    """Inputs of one question that share a prefix, which the model reads only once."""
+    """Inputs of one question that share a prefix, or a single input with a prefix of length 0."""
 
     prefix_length: int
     inputs: list[_Input]
@@ -90,9 +90,9 @@ def score_rows(
     instead of its log-probability. `on_batch` is called after every batch with the number of rows
     that were scored.
 
-    Options of one token each, such as letters, take a single pass, and the prefix that the rows of
-    a question share is read only once. Padding comes last, so no row attends to it. Raises
-    UserError if the model has diverged.
+    Rows that differ only in their last token are read as one, and a long prefix that the rows of a
+    question share is read only once. Padding comes last, so no row attends to it. Raises UserError
+    if the model has diverged, so that a loss is not finite.
     """
     likelihoods: dict[int, Likelihood] = {}
     branches = Branches(model, pad)
@@ -109,7 +109,7 @@ def score_rows(
 
 
 def shown_tokens(rows: Sequence[PromptRow]) -> list[int]:
-    """Return the tokens at the start of a question's rows, before the first scored token of any."""
+    """Return the tokens of the first row that come before the first scored token of any row."""
     end = min(row.start for row in rows)
     return rows[0].tokens[:end]
 
@@ -133,11 +133,11 @@ def batches(
     tokens_per_batch: int | None,
     rows_per_batch: int | None,
 ) -> Iterator[list[int]]:
-    """Yield batches of indices of rows with similar lengths.
+    """Yield the indices of rows in batches of similar lengths, longest first.
 
-    The longest rows come first, so that memory runs out at once or never. A padded batch has at
-    most `tokens_per_batch` positions and `rows_per_batch` rows, where None means no limit, but it
-    always has at least one row.
+    Memory therefore runs out early, if at all. A padded batch has at most `tokens_per_batch`
+    positions and `rows_per_batch` rows, where None means no limit, but it always has at least one
+    row.
     """
     order = list(range(len(lengths)))
     order.sort(key=lambda i: -lengths[i])
@@ -159,9 +159,9 @@ def _inputs(rows: Sequence[PromptRow]) -> list[_Input]:
 
 
 def _families(inputs: Sequence[_Input], rows: Sequence[PromptRow]) -> list[_Family]:
-    """Group the inputs of each question into a family if they share enough of a prefix.
+    """Return the inputs in families: one for each question whose shared prefix is long enough.
 
-    Otherwise, each input is a family of its own.
+    Every input of the other questions is a family of its own.
     """
     questions: dict[int, list[_Input]] = {}
     for model_input in inputs:
@@ -179,7 +179,7 @@ def _families(inputs: Sequence[_Input], rows: Sequence[PromptRow]) -> list[_Fami
 
 
 def _shareable_prefix(inputs: Sequence[_Input], rows: Sequence[PromptRow]) -> int:
-    """Return the number of tokens at the start of all inputs that need to be read only once."""
+    """Return the length in tokens of the prefix that can be read once for all of these inputs."""
     # The first scored token is predicted from the hidden state of the token before it, so each
     # input must read that token itself.
     first_scored = min(rows[i].start for model_input in inputs for i in model_input.row_numbers)
@@ -194,10 +194,10 @@ def _batches(
     tokens_per_batch: int | None,
     rows_per_batch: int | None,
 ) -> Iterator[tuple[list[int], list[_Input]]]:
-    """Yield the prefix lengths and the inputs of every batch, within the same limits as batches().
+    """Yield (prefix lengths, inputs) of every batch, within the same limits as batches().
 
-    Families that share a prefix come first, then single inputs. In each of these groups, the
-    longest come first.
+    Families that share a prefix come first and are never divided, then single inputs. In each of
+    these groups, the longest come first.
     """
     sharing = [family for family in families if family.prefix_length]
     sharing.sort(key=lambda family: -family.longest)
@@ -220,7 +220,7 @@ def _count_that_fit(
     tokens_per_batch: int | None,
     rows_per_batch: int | None,
 ) -> int:
-    """Return the number of families, from the first on, that fit into one batch, and at least 1.
+    """Return how many of the first families fit into one batch, or 1 if none does.
 
     The first family must be the longest.
     """
@@ -246,9 +246,10 @@ def _losses(
     rows: Sequence[PromptRow],
     greedy: bool,
 ) -> Tensor:
-    """Return the losses of all scored tokens in nats, row after row, in float64 on the host.
+    """Return the losses of all scored tokens, row after row, in float64 on the host.
 
-    Raises UserError if a loss is not finite.
+    With `greedy`, these are the results of _misses(), else nats. Raises UserError if a loss is not
+    finite.
     """
     states = branches.hidden(
         [model_input.tokens for model_input in inputs], prefix_lengths
@@ -281,7 +282,8 @@ def _misses(
 ) -> Tensor:  # (N, C), (N,) -> (N,)
     """Return 0 for each position whose most likely token is the target, and 1 for every other.
 
-    A maximal logit that is not finite is returned instead, so that a diverged model is noticed.
+    If a position's largest logit is not finite, that logit is returned instead, so that _losses()
+    notices a diverged model.
     """
     misses = []
     hidden_chunks = hidden.split(HEAD_ROWS)

@@ -22,8 +22,8 @@ from nanochat.tokenizer import Tokenizer
 class Batches(Protocol):
     """A step of the data loader, as batches on the host.
 
-    Each batch holds inputs and targets, (B, T), and then the tensors named in `extras`. A target of
-    -1 is ignored.
+    Each batch holds inputs and targets, (B, T), and then the tensors named in `extras`. Negative
+    targets are ignored.
     """
 
     @property
@@ -35,7 +35,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss over all ranks, where special tokens count neither as tokens nor as bytes."""
+    """A model's loss over all ranks; special tokens count neither as tokens nor as bytes."""
 
     bits_per_byte: float
     nats_per_token: float
@@ -55,7 +55,7 @@ def evaluate_loss(
     Every rank must call this with the same number of steps, each with its own rows; all ranks get
     the same result. The device sums the nats of each row in fp32, and the host adds up the rows in
     float64 after the last step. Raises UserError if there is no text to measure, and
-    signals.Stopped if a training run is asked to stop.
+    signals.Stopped if any rank is asked to stop.
     """
     bytes_of = torch.from_numpy(token_bytes.astype(np.int64))  # (V,)
     row_nats: list[Tensor] = []
@@ -101,7 +101,7 @@ def bits_per_byte(
     token_bytes: np.ndarray,
     compute: Compute,
 ) -> float:
-    """Return only the bits per byte of evaluate_loss()."""
+    """Return only the bits per byte that evaluate_loss() measures."""
     return evaluate_loss(model, steps, token_bytes, compute).bits_per_byte
 
 
@@ -114,11 +114,11 @@ def evaluate_split(
     device_batch_size: int | Literal["auto"],
     compute: Compute,
 ) -> Loss:
-    """Return the loss of an unsharded model on the first tokens of a split.
+    """Return the loss of an unsharded model on about the first `tokens` tokens of a split.
 
-    The result does not depend on the number of ranks. "auto" means 10 M tokens and 32 rows per pass
-    or, on a CPU, 262,144 tokens and 4,096 tokens per pass. Raises UserError (exit code 2) if a
-    number is less than 1.
+    Up to rounding, the result does not depend on the number of ranks. "auto" means 10,485,760
+    tokens and 32 rows per pass or, on a CPU, 262,144 tokens and about 4,096 tokens per pass. Raises
+    UserError (exit code 2) if `tokens` or `device_batch_size` is less than 1.
     """
     row_length = model.config.sequence_len
     platform = compute.platform

@@ -25,7 +25,7 @@ from nanochat.runtime.progress import Progress
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """The loss of DPO (arXiv 2305.18290), which is the mean of -log sigmoid(margin) over pairs.
+    """The loss of DPO (arXiv 2305.18290), which for each pair is -log sigmoid(margin) by default.
 
     The margin of a pair is beta * (log(p / p_ref) of the preferred answer - log(p / p_ref) of the
     rejected one), where p_ref is the probability under the model before training. A row holds both
@@ -84,7 +84,7 @@ class PreferenceLoss:
 def answer_scores(
     model: nn.Module,
     inputs: Tensor,  # (B, T), rows of whole pairs
-    targets: Tensor,  # (B, T), -1 where no answer is
+    targets: Tensor,  # (B, T), -1 outside the answers
     documents: Tensor,  # (B, T), 2n and 2n + 1 for the answers of pair n of a row
     pairs: int,  # the largest number of pairs in a row
 ) -> tuple[Tensor, Tensor]:
@@ -114,12 +114,12 @@ def add_references(
     batch_rows: int,
     compute: Compute,
 ) -> None:
-    """Set `rows.references` to the log-probabilities of all answers under the untrained model.
+    """Set `rows.references` to the log-probabilities of all answers under `model`, the reference.
 
-    They are computed once and saved next to the tokens, so that a run that resumes needs no
-    reference model and uses exactly the same values. `identity` identifies the model, and a forward
-    pass has at most `batch_rows` rows. Every rank must call this. Raises signals.Stopped if the run
-    is asked to stop.
+    They are computed before training and saved next to the tokens, so that a run that resumes uses
+    exactly the same values. `identity` identifies the model, and a forward pass has at most
+    `batch_rows` rows on each rank. Every rank must call this. Raises signals.Stopped if the run is
+    asked to stop.
     """
     facts = f"{rows.key} {identity} {compute.dtype}"
     digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
@@ -137,9 +137,9 @@ def add_references(
 
 
 def _load(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return the saved log-probabilities, or None if there are none.
+    """Return the saved log-probabilities, or None if there is no such file.
 
-    If the file is damaged or does not fit, warn and return None.
+    If the file is damaged or holds other shapes or types, warn and return None.
     """
     if not path.exists():
         return None
@@ -195,7 +195,7 @@ def _score(
 def _sum(values: np.ndarray, compute: Compute) -> np.ndarray:
     """Return the sum of `values` over all ranks.
 
-    If only one rank has a nonzero value at some position, the sum has exactly the same bits.
+    Where only one rank has a nonzero value, the sum is exactly that value.
     """
     sums = parallel.total(values.ravel().tolist(), compute)
     return np.array(sums, np.float32).reshape(values.shape)

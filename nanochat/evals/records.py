@@ -1,4 +1,4 @@
-"""Saves a model's answers to all questions of a task as JSON lines, together with the score."""
+"""Saves and reads a model's answers to all questions of a task, together with the score."""
 
 import hashlib
 import re
@@ -14,14 +14,15 @@ Fields = Mapping[str, Any]  # of a JSON object
 
 
 def records_dir(stage: str, tag: str, step: int) -> Path:
-    """Return the folder that holds the records of a model."""
+    """Return the folder for records of the checkpoint of `stage` and `tag` at step `step`."""
     return base_dir() / "records" / f"{stage}-{tag}-{step:06d}"
 
 
 def fingerprint(task: Any, limit: int | None = None) -> str:
     """Return a hash of the first `limit` questions of a task and their answers.
 
-    If the task has a method `cloze`, the questions are hashed as the texts that it returns.
+    If the task has a method `cloze`, the values that it returns are hashed instead of the task's
+    items.
     """
     digest = hashlib.sha256()
     count = len(task)
@@ -34,11 +35,12 @@ def fingerprint(task: Any, limit: int | None = None) -> str:
 
 
 class Records:
-    """Collects a model's answers to one task, and writes them to a file with the score.
+    """Collects a model's answers to one task, and writes them to a JSON lines file with the score.
 
-    The first line of the file holds the model, the settings and the score. The file appears only
-    when the task is finished, so a task that has a file need not be evaluated again. Every rank
-    adds its own answers. The ranks must share the folder, just as they share the base folder.
+    The first line of the file holds the model, the settings and the score, and each further line
+    one answer. The file appears only when the task is finished, so that a saved score is always
+    final. Every rank adds its own answers. The ranks must share the folder, just as they share the
+    base folder.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Records:
         about: Fields,
         compute: Compute,
     ):
-        """Prepare the file of a task.
+        """Prepare the file of a task in `folder`.
 
         `about` describes everything that the answers depend on: the model, settings and data.
         """
@@ -63,7 +65,7 @@ class Records:
     def saved_score(self) -> dict[str, Any] | None:
         """Return the score of an earlier evaluation with the same model, settings and data.
 
-        Return None if there is none.
+        Returns None if the file has no such score.
         """
         try:
             with open(self.path, "rb") as file:
@@ -76,7 +78,7 @@ class Records:
         return head.get("score") if head.get("about") == about else None
 
     def add(self, number: int, record: Fields) -> None:
-        """Add the answer to question `number`; the file lists answers in the order of numbers."""
+        """Add the record of question `number`, an index by which the file orders records."""
         self._records.append((number, dict(record)))
 
     def finish(self, score: Fields) -> None:
@@ -107,13 +109,13 @@ class Records:
 
 
 def _write_lines(path: Path, values: Iterable[Any]) -> None:
-    """Write each value as a line of JSON."""
+    """Write a file with each value as a line of JSON."""
     lines = [to_json(value) + "\n" for value in values]
     write_atomic(path, "".join(lines))
 
 
 def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the first line of a file of records, with `about` and `score`, and the answers."""
+    """Read a records file; return its header (with `about` and `score`) and its list of answers."""
     lines = path.read_bytes().splitlines()
     head, *records = map(parse_json, lines)
     return head, records

@@ -38,7 +38,7 @@ class ProgramResult:
 
 
 def _collect(process: subprocess.Popen[bytes], end: float) -> bytes:
-    """Read a program's output until it ends or time is up, and return its first 64 KiB."""
+    """Read a program's output until it ends or the time is `end`, and return its first 64 KiB."""
     assert process.stdout is not None
     output = b""
     with selectors.DefaultSelector() as selector:
@@ -91,7 +91,8 @@ def _empty(folder: str) -> None:
 def _remove_entries(folder: int) -> str | None:
     """Remove files and empty folders from an open folder, up to the first subfolder with content.
 
-    Return the name of that subfolder, or None if the folder is now empty.
+    Return the name of that subfolder, or None if the folder is now empty. `folder` is its file
+    descriptor.
     """
     while entries := _first_entries(folder):
         for name, is_folder in entries:
@@ -109,7 +110,7 @@ def _remove_entries(folder: int) -> str | None:
 
 
 def _first_entries(folder: int) -> list[tuple[str, bool]]:
-    """Return the first 100 names in an open folder, and for each whether it is a folder."""
+    """Return up to 100 names in the open folder `folder`, and for each whether it is a folder."""
     with os.scandir(folder) as entries:
         first = list(itertools.islice(entries, ENTRIES))
         return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in first]
@@ -121,9 +122,9 @@ def _execute(
     memory: int,
     isolated: bool,
 ) -> tuple[int, str]:
-    """Run a program under a supervisor, in a session and a temporary folder of its own.
+    """Run a program, and return the supervisor's exit code (0 if it passed) and the output.
 
-    Return the supervisor's exit code, which is 0 if the program passed, and the output.
+    The program has a session and a temporary folder of its own.
     """
     with contextlib.ExitStack() as stack:
         folder = tempfile.mkdtemp(prefix="nanochat-exec-")
@@ -186,19 +187,18 @@ def _no_namespaces() -> str | None:
 def tier(unsafe_exec: bool = False) -> str:
     """Return the strongest sandbox that this machine supports, "namespaces" or "limits".
 
-    The first call also logs it. In both tiers, a program has no capabilities, no network, no second
-    process or thread, no shared memory and no keys. If it is started as root, it becomes the user
-    nobody. CPU time, memory and file size are limited.
+    The result is logged once for each value of `unsafe_exec`. In both tiers, a program has no
+    capabilities, no network, no second process or thread, no shared memory and no keys. If it is
+    started as root, it becomes the user nobody. CPU time, memory and file size are limited.
 
-    In "namespaces", the program sees no other process, and no files except Python's own (read-only)
-    and 16 MB of scratch space in memory. In "limits", it can read only Python's files and write
-    only to its own folder if the kernel has Landlock; otherwise, it can read and write whatever its
-    user may. Without `unsafe_exec`, this function therefore raises UserError instead of returning
-    "limits". It also raises UserError if any part of a tier cannot be set up.
+    In "namespaces", the program sees no other process, and no files except /usr, /lib, Python's own
+    (all read-only) and 16 MiB of scratch space in memory. In "limits", it can read only the same
+    files and write only to its own folder if the kernel has Landlock; otherwise, it can read and
+    write whatever its user may. Without `unsafe_exec`, this function therefore raises UserError
+    instead of returning "limits". It also raises UserError if any part of a tier cannot be set up.
 
     The program and the tests that grade it share a process, so a program that is written to cheat
-    can pass, for example with an object that equals everything. A pass only means something for
-    programs that try to be correct.
+    can pass, for example with an object that equals everything.
     """
     if not sys.platform.startswith("linux"):
         raise UserError(
@@ -236,10 +236,10 @@ def run_program(
 ) -> ProgramResult:
     """Run a Python program in this machine's strongest sandbox, and return its result.
 
-    The program may only use the standard library. It passes if it runs to its last line, but not if
-    it ends early, whether by an exception, a failed assert, `SystemExit`, `os._exit` or a signal.
-    `seconds` limits both wall time and CPU time, and `memory` is the limit of the address space in
-    bytes. Raises UserError if the sandbox cannot be set up.
+    The program can import only the standard library. It passes if it runs to its last line, but not
+    if it ends early, whether by an exception, a failed assert, `SystemExit`, `os._exit` or a
+    signal. `seconds` limits both wall time and CPU time, and `memory` is the limit of the address
+    space in bytes. Raises UserError if tier() does, or if the sandbox cannot be set up.
     """
     isolated = tier(unsafe_exec) == "namespaces"
     code, output = _execute(program, seconds, memory, isolated)

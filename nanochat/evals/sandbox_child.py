@@ -1,13 +1,13 @@
-"""Supervises and confines one program of the sandbox, in processes of its own.
+"""Supervises and confines one sandboxed program, in processes of its own.
 
 sandbox.py starts this file with `python -I -S`, so it imports only the standard library.
 
 There are two processes. The supervisor forks the program's process, enforces the time limit, and
 reports by its exit code whether the program passed. The program's process first confines itself. In
-the `namespaces` tier, it gets a root folder with only Python (read-only) and a small scratch
-folder, no network, and no view of other processes. It then gives up its rights, makes the kernel
-refuse the system calls that no program here needs, and only then starts the program. If any of
-these steps fails, the program does not start.
+the `namespaces` tier, it gets a root folder with only /usr, /lib and Python (read-only) and a small
+scratch folder, no network, and no view of other processes. It then gives up its rights, makes the
+kernel refuse the system calls that no program here needs, and only then starts the program. If any
+of these steps fails, the program does not start.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ MOUNT_OPTIONS = {
 def call(name: str, *arguments: Any) -> None:
     """Call a C function.
 
-    Raises OSError with the function's name if it returns anything but 0.
+    Raises OSError with the function's name if the function returns anything but 0.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments) != 0:
@@ -140,11 +140,11 @@ def become_nobody() -> None:
 
 
 def enter_namespaces() -> bool:
-    """Leave the host's mounts, processes, network and host name, by entering new namespaces.
+    """Enter new namespaces, and return whether that took a new user namespace.
 
-    Return whether that took a new user namespace, in which the program is root only by name. The
-    user who created that namespace decides the limits of the program, and limits do not bind the
-    real root, so root becomes nobody first.
+    They separate the program from the host's mounts, processes, network and host name. In a user
+    namespace, the program is root only by name. The user who created that namespace decides the
+    limits of the program, and limits do not bind the real root, so root becomes nobody first.
     """
     namespaces = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
     # This must happen as root, since the user nobody may not be able to enter a parent folder.
@@ -165,12 +165,12 @@ def enter_namespaces() -> bool:
 
 
 def library() -> tuple[str, ...]:
-    """Return the folders that Python needs to run."""
+    """Return the folders that Python needs to run, some of which may not exist."""
     return ("/usr", "/lib", "/lib64", "/lib32", sys.base_prefix, sys.base_exec_prefix)
 
 
 def build_root(root: str) -> None:
-    """Mount Python's folders (read-only) in an in-memory folder `root`, and make that the root."""
+    """Make `root` the root folder, with Python's folders (read-only) and /tmp in memory."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size={SCRATCH},mode=755")
     for folder in library():
@@ -204,7 +204,7 @@ def _octal_character(match: "re.Match[str]") -> str:
 def open_library() -> None:
     """Make Python find its library through folders that are already open.
 
-    The user nobody may not be able to enter one of their parent folders, such as /root.
+    The user nobody may not be able to enter a parent of these folders, such as /root.
     """
     open_folders = {}
     for folder in sys.path:
@@ -221,10 +221,10 @@ def open_library() -> None:
 
 
 def confine(root: str) -> None:
-    """Allow the program to write only below `root` and to read only Python's files.
+    """Let the program write only below `root`, and read only there and in Python's folders.
 
-    This uses Landlock instead of namespaces. Linux has it from 5.13 on; on an older kernel, access
-    to files is not restricted.
+    This uses Landlock instead of namespaces. On a kernel without Landlock, such as one before Linux
+    5.13, access to files is not restricted.
     """
     if os.getuid() == 0:
         os.chown(root, NOBODY, NOBODY)
@@ -249,7 +249,7 @@ def confine(root: str) -> None:
 
 
 def drop_rights() -> None:
-    """Drop all capabilities, and forbid access to this process's memory through /proc or ptrace."""
+    """Drop all capabilities, and deny unprivileged processes access to this one's memory."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     call("capset", header, (ctypes.c_uint32 * 6)())
     prctl(PR_SET_DUMPABLE, 0)
@@ -261,11 +261,11 @@ def refuse_calls(
     own_process: list[int],
     zero: list[int],
 ) -> None:
-    """Make the kernel refuse system calls (seccomp).
+    """Make the kernel refuse system calls of this process (seccomp).
 
     It refuses the calls in `denied`, those in `own_process` unless their first argument is the ID
-    of this process, and those in `zero` unless their first argument is 0. Calls of another
-    architecture, such as the 32-bit calls of x86, kill the process.
+    of this process, those in `zero` unless their first argument is 0, and all x32 calls. Calls of
+    another architecture, such as the 32-bit calls of x86, kill the process.
     """
     # An instruction: operation, instructions to skip if true, instructions to skip if false,
     # operand.
@@ -296,7 +296,7 @@ def refuse_calls(
 
 
 def limit(seconds: float, memory: int) -> None:
-    """Limit the CPU time, memory, file size and files of this process, as both tiers do."""
+    """Limit this process's CPU time, address space, file size, open files and new processes."""
     limits = {
         resource.RLIMIT_CPU: int(seconds) + 1,
         resource.RLIMIT_AS: memory,
@@ -324,7 +324,7 @@ def send_secret() -> None:
 
 
 def run_program(program: bytes) -> None:
-    """Run a program, and return only if it reaches its last line; otherwise, exit with FAILED."""
+    """Run a program, and return only if it reaches its last line; otherwise, exit with code 1."""
     exit_now = os._exit  # taken now, before the program can replace it
     ended = False
     try:
@@ -376,9 +376,9 @@ def main(
     parent: int,
     calls: dict[str, Any],
 ) -> None:
-    """Fork into the supervisor and the program's process, and run the program in the latter.
+    """Fork into the supervisor and the process of the program, which is read from standard input.
 
-    The supervisor exits with the verdict, and the program's process returns when the program ends.
+    The supervisor exits with the verdict. The other process returns if the program reaches its end.
     """
     die_with_parent()
     if os.getppid() != parent:

@@ -101,9 +101,9 @@ ZERO = {"prlimit64": (302, 261)}
 
 
 def filter_for(machine: str = platform.machine()) -> Mapping[str, Any]:
-    """Return the system-call filter for a machine, in the form that sandbox_child.py expects.
+    """Return a machine's system-call filter, as the arguments of sandbox_child.refuse_calls().
 
-    It consists of the architecture, the numbers of calls to deny, and the numbers of calls that are
+    They are the architecture, the numbers of calls to deny, and the numbers of calls that are
     allowed only if their first argument is the program's own process ID, or 0. Raises UserError if
     the numbers of the machine's calls are not listed here.
     """

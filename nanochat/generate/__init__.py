@@ -7,5 +7,5 @@ sampling.py  the settings of a request, and the choice of tokens by them;
              adjust.py changes logits before that
 reply.py     the events of a reply, and what its tokens mean: text, calculator calls, stop strings
 adapters.py  serves several adapters (LoRA) with one model
-schema/      replies that stay within a JSON schema
+schema/      keeps replies within a JSON schema
 """

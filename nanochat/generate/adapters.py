@@ -2,10 +2,10 @@
 
 The model's matrices stay as they are and are read once for all rows, as in Punica (arXiv
 2310.18547). What the adapters add to a matrix's output is computed in one of three forms, which
-agree to rounding. If all rows have the same adapter, its two factors are multiplied as in training.
-A pass of single tokens multiplies by all adapters at once, and masks the results of other rows'
-adapters. A longer pass, where that would cost too much, copies the factors of each row's adapter.
-Shapes: N adapters, R the largest rank, B rows, T tokens of a row.
+agree up to rounding. If all rows have the same adapter, they are multiplied by its two factors, as
+in training. A pass of single tokens multiplies by all adapters at once, and masks out those of
+other rows. Where that would cost too much, the factors of each row's adapter are copied. Shapes: N
+adapters, R the largest rank, B rows, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nanochat.linear import Linear
 if TYPE_CHECKING:
     from nanochat.models.lora import Adapter
 
-NONE = -1  # the adapter number of a row without an adapter
+NONE = -1  # the adapter index of a row without an adapter
 # If there are more adapters than this per row, copying those of the rows is cheaper than reading
 # all adapters.
 SPREAD = 4
@@ -38,7 +38,7 @@ class _Rows:
 
     shared: int | None  # the adapter of all rows, or NONE; None: the rows differ
     uses_mask: bool  # whether to multiply by all adapters and mask out other rows' results
-    index: Tensor  # (B,) adapter numbers, 0 for rows without an adapter
+    index: Tensor  # (B,) adapter indices, 0 for rows without an adapter
     has_adapter: Tensor  # (B, 1, 1) 1 if the row has an adapter, else 0
     mask: Tensor  # (B, N * R) 1 at the ranks of the row's adapter, else 0
 
@@ -53,9 +53,9 @@ class Adapters:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """Attach the factors of all adapters, in `dtype`, to the matrices that they change.
+        """Attach all adapters to the matrices that they change, with their factors in `dtype`.
 
-        Ranks may differ; smaller ones are padded with zeros.
+        The adapters' ranks may differ; smaller ones are padded with zeros.
         """
         self._numbers = {"": NONE} | {name: number for number, name in enumerate(adapters)}
         self._rank = max((adapter.config.rank for adapter in adapters.values()), default=0)
@@ -78,7 +78,7 @@ class Adapters:
         return [name for name in self._numbers if name]
 
     def number(self, name: str) -> int:
-        """Return the number of an adapter, or NONE for the name "".
+        """Return the index of the adapter called `name`, or -1 for "" (no adapter).
 
         Raises UserError (exit code 2) if the name is unknown.
         """
@@ -93,10 +93,10 @@ class Adapters:
 
     @contextlib.contextmanager
     def rows(self, numbers: Sequence[int], fixed: bool = False) -> Iterator[None]:
-        """Give row i of every pass inside this context the adapter with the number numbers[i].
+        """Within this context, give row i of every pass the adapter with index numbers[i].
 
-        With `fixed`, for graphs, all passes of as many single tokens run the same operators on the
-        same memory, whatever the numbers are.
+        With `fixed`, as graphs need it, all passes with the same number of rows of one token run
+        the same operators on the same memory, whichever adapters the rows have.
         """
         key = tuple(numbers)
         if self._latest is None or self._latest[0] != key:
@@ -117,13 +117,13 @@ class Adapters:
 
     @property
     def current(self) -> _Rows | None:
-        """The adapters of the rows of the current pass, or None if no row has one."""
+        """The adapters of the rows of the current pass, or None if the pass uses no adapter."""
         if self._rows is None or self._rows.shared == NONE:
             return None
         return self._rows
 
     def _rows_of(self, numbers: tuple[int, ...]) -> _Rows:
-        """Return a pass's rows with these adapter numbers, with their tensors on the device."""
+        """Return the adapters with these indices in the forms that a pass needs, on the device."""
         index = torch.tensor(numbers)
         owners = torch.arange(self._count).repeat_interleave(self._rank)
         mask = (index[:, None] == owners).to(self._dtype)
@@ -142,7 +142,7 @@ class Adapters:
         matrix: Linear,
         adapters: Sequence[Adapter],
     ) -> _Factors:
-        """Return the factors of all adapters for one matrix; an adapter without any gets zeros."""
+        """Return all adapters' factors for one matrix: zeros for those that do not change it."""
         first = torch.zeros(self._count, self._rank, matrix.in_features, dtype=self._dtype)
         second = torch.zeros(self._count, self._rank, matrix.out_features, dtype=self._dtype)
         for number, adapter in enumerate(adapters):

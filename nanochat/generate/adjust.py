@@ -1,8 +1,7 @@
 """Changes logits before tokens are chosen: penalties, biases, delayed end marks and schema masks.
 
-Every request has arrays of the tokens it has seen, which grow by one entry at a time. A step joins
-the arrays of the requests that need them, so that the same few operators adjust all of these
-requests, and the others cost nothing.
+A request with such settings keeps arrays of its tokens. A step joins the arrays of these requests,
+so that the same few operators adjust all of them, and the other requests cost nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from nanochat.generate.sampling import Sampling
 
 
 class History:
-    """The distinct tokens of one request, and how often each one occurs in the reply."""
+    """A request's biases, and the tokens subject to penalties with their counts in the reply."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class History:
         self.generated += 1
 
     def tokens(self) -> np.ndarray:
-        """Return the distinct tokens that are subject to penalties."""
+        """Return the distinct tokens that are subject to penalties, in a fixed order."""
         return self._tokens[: len(self._indices)]
 
     def penalties(self) -> np.ndarray:
@@ -86,7 +85,7 @@ def adjuster(
     histories: Sequence[History | None],
     masks: Mapping[int, bytes],
 ) -> Callable[[Tensor], None]:
-    """Return a function that changes logits (B, V) in place.
+    """Return a function that applies penalties, biases and masks to logits (B, V) in place.
 
     `histories` has one entry per row, None if a row has no penalties or biases. `masks` maps each
     row that has a grammar to the mask of its allowed tokens.
@@ -107,7 +106,7 @@ def adjuster(
 
 
 def _penalise(logits: Tensor, histories: Mapping[int, History]) -> None:
-    """Apply the penalties of rows, which change only the logits of tokens in their histories."""
+    """Apply the penalties of each row to the logits of the tokens in its history."""
     V = logits.size(1)
     positions = []
     penalties = []
@@ -147,7 +146,7 @@ def _add_biases(logits: Tensor, histories: Mapping[int, History]) -> None:
 
 
 def _mask(logits: Tensor, masks: Mapping[int, bytes]) -> None:
-    """Hide the tokens that the grammars of some rows do not allow."""
+    """Set the logits of all tokens that the masks of some rows do not allow to -inf."""
     rows = torch.tensor(list(masks))
     index = rows.to(logits.device, non_blocking=True)
     row_masks = list(masks.values())
@@ -161,7 +160,7 @@ def allowed_rows(
     vocabulary: int,
     device: torch.device,
 ) -> Tensor:  # (n, V) bool
-    """Unpack the bits that Grammar.allowed() gives for each row to one boolean per token."""
+    """Return the bits that Grammar.allowed() gives for each row as one boolean per token."""
     joined = bytearray(b"".join(masks))
     packed = torch.frombuffer(joined, dtype=torch.uint8).view(len(masks), -1)
     shifts = torch.arange(8, dtype=torch.uint8, device=device)

@@ -3,7 +3,7 @@
 A graph computes on the memory that it was captured with. So the tokens of a step are copied into a
 fixed tensor, the lengths of the rows are read from the cache on the device, and attention reads a
 whole block of the cache, masked by those lengths. Rows and blocks are rounded up to powers of two,
-so that few graphs are captured.
+as far as the cache allows, so that few graphs are captured.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ Shape = tuple[int, int, bool]  # rows, keys, and whether any row has an adapter
 
 
 def rounded(count: int, limit: int) -> int:
-    """Return the smallest power of two that is at least `count`, but at most `limit`."""
+    """Return `count` (at least 1) rounded up to a power of two, or `limit` if that is less."""
     return min(1 << (count - 1).bit_length(), limit)
 
 
 class DecodeGraphs:
     """The captured decoding steps of a model over a cache.
 
-    Each step overwrites the results of the step before.
+    A step may overwrite the logits that an earlier step returned.
     """
 
     def __init__(
@@ -69,8 +69,9 @@ class DecodeGraphs:
     ) -> Tensor | None:  # (B, V) fp32
         """Feed a token to each of the first B slots, and return the logits that follow.
 
-        `cached` is the number of tokens in every slot of the cache, and `numbers` are the adapters
-        of the rows. Returns None, having done nothing, if a slot that merely pads the step is full.
+        `cached` is the number of tokens in every slot of the cache, and `numbers` are the adapter
+        indices of the rows. Returns None, having done nothing, if one of these slots, or a slot
+        that pads the step, is full.
         """
         count = len(tokens)
         cache = self.cache
@@ -99,7 +100,7 @@ class DecodeGraphs:
         return self.adapters.rows(padded, fixed=True)
 
     def _logits(self, shape: Shape) -> Tensor:
-        """Replay the step of a shape, or run and capture it if it is the first of that shape."""
+        """Replay the step of a shape, or capture it on first use, and return the logits."""
         if shape not in self._graphs:
             return self._first(shape)
         replay, results = self._graphs[shape]
@@ -108,7 +109,7 @@ class DecodeGraphs:
         return results[0]
 
     def _first(self, shape: Shape) -> Tensor:
-        """Run the first step of a shape operator by operator, then capture it for later steps."""
+        """Run the first step of a shape operator by operator, capture it, and return its logits."""
         rows, keys, _ = shape
         slots = slice(0, rows)
         results: list[Tensor] = []

@@ -1,8 +1,8 @@
 """Runs new tokens of requests through the model, and computes the scores of prompts.
 
 Only in Passes.decode() can graphs of fixed shapes take over (graphs.py). With `pad`, a decoding
-pass has one of a few shapes, (1, 1), (2, 1), (4, 1) and so on; everything that changes from step to
-step is in its inputs and in the cache.
+pass has one of a few shapes where the slots have room, (1, 1), (2, 1), (4, 1) and so on; everything
+that changes from step to step is in its inputs and in the cache.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ HEAD_ROWS = 64  # most positions whose logits are in memory at the same time
 
 
 class Passes:
-    """The passes of a model over one cache.
+    """Runs the passes of a model over one cache.
 
-    `requests`, in its methods, has one entry per slot, which is None if the slot is empty.
+    In decode() and run(), `requests` has one entry per slot, which is None if the slot is empty.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class Passes:
     ):
         """Set up the passes of a model over a cache.
 
-        `length` is the length of a slot in tokens. `pad` rounds the shape of every pass up to one
-        of a few sizes. `adapters` are those that requests may ask for, and `graphs` replays
-        decoding passes.
+        `length` is the length of a slot in tokens. `pad` rounds the shape of every pass up to
+        powers of two, where the slots have room. `adapters` are those that requests may ask for,
+        and `graphs` replays decoding passes.
         """
         self.model = model
         self.cache = cache
@@ -58,7 +58,7 @@ class Passes:
         count: int,
         preserved_slots: Sequence[int] = (),
     ) -> Tensor:  # (count, V) fp32
-        """Feed the next token of the first `count` requests, and return the logits that follow.
+        """Feed the first `count` requests their next tokens, and return the logits that follow.
 
         The states of the slots in `preserved_slots` are the same afterwards as before.
         """
@@ -92,7 +92,7 @@ class Passes:
         first: int,
         chunks: Sequence[Sequence[int]],
     ) -> Tensor:  # (B', T, C), B' >= B
-        """Run new tokens of the requests from slot `first` on, and return the hidden states."""
+        """Run the new tokens chunks[i] of each slot `first` + i, and return the hidden states."""
         cached = cached_tokens(requests)
         rows, T = self._shape(cached, first, chunks)
         padding_rows = rows - len(chunks)
@@ -150,7 +150,7 @@ class Passes:
         return self.adapters.rows(self._adapter_numbers(rows))
 
     def _adapter_numbers(self, rows: Sequence[Request | None]) -> list[int]:
-        """Return the number of the adapter that each row's request asks for."""
+        """Return the index of the adapter that each row's request asks for, or -1 for none."""
         adapters = self.adapters
         if adapters is None:
             return [NONE] * len(rows)
@@ -166,8 +166,8 @@ class Passes:
     ) -> None:
         """Add the log-probabilities of prompt tokens to the requests that asked for them.
 
-        `hidden` is what run() returned for these chunks; it gives the probability of the token
-        after each token of a chunk.
+        `hidden` is what run() returned for these chunks; the hidden state of each token of a chunk
+        gives the probability of the token after it.
         """
         scored_rows = [
             row
@@ -204,10 +204,7 @@ class Passes:
         targets: Sequence[int],  # n tokens
         count: int,
     ) -> list[Scored]:
-        """Return the log-probability of each target after its hidden state, with alternatives.
-
-        There are `count` alternatives for each target.
-        """
+        """Return each target's log-probability given its hidden state, and `count` alternatives."""
         scores: list[Scored] = []
         for start in range(0, len(targets), HEAD_ROWS):
             block = slice(start, start + HEAD_ROWS)
@@ -240,10 +237,10 @@ class Passes:
 
 
 def cached_tokens(requests: Sequence[Request | None]) -> list[int]:
-    """Return the number of cached tokens in every slot."""
+    """Return the number of cached tokens in each slot."""
     return [request.cached if request else 0 for request in requests]
 
 
 def power_of_two(count: int) -> int:
-    """Return the smallest power of two that is at least `count`."""
+    """Return `count` (at least 1) rounded up to a power of two."""
     return 1 << (count - 1).bit_length()

@@ -42,7 +42,7 @@ CLOSING_ROLES = (
 
 @dataclass(frozen=True)
 class Scored:
-    """A token of a prompt, with its natural-log probability after the tokens before it."""
+    """A prompt token, with its natural-log probability given the tokens before it."""
 
     token: int
     logprob: float
@@ -84,10 +84,9 @@ class Event:
 
 @dataclass
 class Completion:
-    """A whole reply: every token, including the end mark, with its log-probability.
+    """A whole reply: every token, including an end mark, with its log-probability.
 
-    `forced` says which tokens were not sampled. The other fields hold what the request also asked
-    for; see Event.
+    `forced` says which tokens were not sampled. The other fields are as in Event.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -101,7 +100,7 @@ class Completion:
     matched: str | int | None = None
 
     def add(self, event: Event) -> None:
-        """Append the token of an event."""
+        """Append the token of an event, and update the other fields."""
         self.tokens.append(event.token)
         self.forced.append(event.forced)
         self.logprobs.append(event.logprob)
@@ -141,7 +140,7 @@ class TextStream:
 
     @property
     def kind(self) -> Kind:
-        """The kind of part that the reply is in the middle of."""
+        """The kind of part that the next token belongs to, unless that token is a mark."""
         return self._kind
 
     def is_mark(self, token: int) -> bool:
@@ -161,14 +160,14 @@ class TextStream:
         return []
 
     def flush(self) -> list[Part]:
-        """End the reply, and return what is left of it; half a character becomes U+FFFD."""
+        """Return what is left as a list of at most one part; half a character becomes U+FFFD."""
         text = self._call + self._decoder.decode(b"", final=True)
         self._call = ""
         return [Part(self._kind, text)] if text else []
 
 
 def text_parts(text: str) -> list[Part]:
-    """Return a text as a list of parts, which is empty for an empty text."""
+    """Return a text as a list of one part, or an empty list for an empty text."""
     return [Part("text", text)] if text else []
 
 
@@ -198,7 +197,7 @@ class StopText:
         self._withheld = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text; return the text that can be shown and the first complete stop string, if any.
+        """Add text; return the text that can be shown, and the first complete stop string or None.
 
         If two stop strings begin at the same character, the longer one counts.
         """
@@ -213,7 +212,7 @@ class StopText:
         return text[:shown_length], None
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
-        """Return where the first stop string begins in a text, and that stop string."""
+        """Return the index at which the first stop string begins and that string, or None."""
         starts = [(text.find(stop), stop) for stop in self._stops]
         matches = [(start, -len(stop), stop) for start, stop in starts if start >= 0]
         if not matches:
@@ -252,9 +251,9 @@ class StoppedReply:
         last: bool,
         armed: bool = True,
     ) -> tuple[tuple[Part, ...], str | None]:
-        """Add a token, and return the parts that can be shown and the stop string reached, if any.
+        """Add a token, and return the parts that can be shown, and the stop string reached or None.
 
-        With `last` the reply ends here, and nothing is held back. Unless `armed`, stop strings are
+        With `last`, the reply ends here, and nothing is held back. Unless `armed`, stop strings are
         passed on as text.
         """
         parts = self._stream.push(token)
@@ -281,7 +280,7 @@ class StoppedReply:
 
 
 def answer_marks(tokenizer: Tokenizer) -> list[int]:
-    """Return the marks around a calculator answer, if the tokenizer has them.
+    """Return the tokens that mark a calculator answer, as far as the tokenizer has them.
 
     A model may not sample these marks, so whatever is shown as the calculator's answer really is
     one.
@@ -307,10 +306,10 @@ class Calls:
         return copied
 
     def follow(self, token: int) -> list[int]:
-        """Add a sampled token, and return the tokens of the answer if it closes a call.
+        """Follow a sampled token, and return the answer's tokens if it closes a call, else none.
 
-        The tokens include the marks around the answer. The answer to an invalid expression is
-        FAILED, because without an answer the model would make one up.
+        The marks around the answer are included. The answer to an invalid expression is "error",
+        because without an answer the model would make one up.
         """
         if token == self._opening:
             self._expression = []

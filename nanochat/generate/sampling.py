@@ -55,9 +55,9 @@ LogTotals = Callable[[Tensor], Tensor | None]
 class Sampling:
     """The settings by which a reply is sampled.
 
-    Temperature 0 takes the most likely token, and top_k None samples from all tokens. Raises
-    UserError (exit code 2) if no model could accept a value; Engine.submit() checks what depends on
-    the model.
+    A `temperature` of 0 takes the most likely token, and without `top_k`, all tokens are sampled
+    from. Raises UserError (exit code 2) if no model could accept a value; Engine.submit() checks
+    what depends on the model.
     """
 
     temperature: float = 1.0
@@ -146,7 +146,7 @@ class Sampling:
 
     @property
     def adjusts(self) -> bool:
-        """True if logits must be changed before a token is chosen."""
+        """Whether penalties, biases or `min_tokens` change logits before a token is chosen."""
         return bool(
             self.repetition_penalty != 1
             or self.presence_penalty
@@ -170,8 +170,8 @@ def check_request(
 ) -> None:
     """Raise UserError if a model cannot answer a prompt.
 
-    That is so if the prompt is empty, if it leaves no room for a reply within `length` tokens for
-    both, or if a token is not in the vocabulary.
+    That is so if the prompt is empty or leaves no room for a reply within `length` tokens for both,
+    or if a token of the prompt or the settings is not in the vocabulary.
     """
     if not prompt:
         raise UserError(
@@ -209,7 +209,7 @@ def chat_drawing(
 ) -> Drawing:
     """Return the sampling settings for chats with a model trained on a corpus.
 
-    Settings that are "auto" are the ones that suit the model.
+    "auto" stands for the value that suits models of that corpus.
     """
     default = traits(corpus).chats
     if temperature == "auto" and min_p == "auto":
@@ -225,7 +225,7 @@ def chat_drawing(
 
 
 def uniform(generator: random.Random) -> float:
-    """Return a random number in [0, 1) for choose(), which does not depend on the device."""
+    """Return a random number in [0, 1) for choose(), the same on every device."""
     return generator.getrandbits(UNIFORM_BITS) / 2**UNIFORM_BITS
 
 
@@ -233,8 +233,9 @@ def uniform(generator: random.Random) -> float:
 class Choice:
     """The tokens chosen for the rows of a pass, with their log-probabilities and alternatives.
 
-    Log-probabilities are over all tokens at temperature 1. The alternatives of a row are its most
-    likely tokens, most likely first, as many as the most demanding row asks for.
+    Log-probabilities are over all tokens at temperature 1, before logits are adjusted. The
+    alternatives of a row are its most likely tokens, most likely first, as many as the most
+    demanding row asks for.
     """
 
     tokens: list[int]
@@ -250,10 +251,10 @@ def choose(
     adjust: Callable[[Tensor], None] | None = None,  # changes logits before tokens are chosen
     log_totals: LogTotals | None = None,  # that of the model that computed the logits
 ) -> Choice:
-    """Choose one token per row.
+    """Choose one token per row, and return the tokens with log-probabilities and alternatives.
 
-    The work runs on the device of the logits, and one copy brings the result to the host. The
-    choice of a row does not depend on the other rows. A setting that no row uses costs nothing.
+    The work runs on the device of the logits, with one copy to the host. The choice of a row does
+    not depend on the other rows. A setting that no row uses costs nothing.
     """
     count = max((sampling.logprobs for sampling in samplings), default=0)
     likelihood = _Likelihood(logits, log_totals, adjust is not None or count > 0)
@@ -268,7 +269,7 @@ def _chosen(
     samplings: Sequence[Sampling],
     uniforms: Sequence[float],
 ) -> Tensor:  # (B,) token ids
-    """Choose the token of each row: greedily, from its top_k, or from the whole vocabulary."""
+    """Choose and return the token of each row: greedily, from its top_k, or from all tokens."""
     V = logits.size(1)
     top_ks = [sampling.top_k_of(V) for sampling in samplings]
     rows, nuclei = [], []
@@ -308,10 +309,11 @@ def choose_among(
     banned: Tensor,  # (n,) token ids that are never chosen
     log_totals: LogTotals | None = None,  # that of the model that computed the logits
 ) -> tuple[list[int], list[float]]:
-    """Return tokens and log-probabilities for replies, many of which share a row of logits.
+    """Choose a token for each reply, and return the tokens and their log-probabilities.
 
-    The tokens are those that choose() would give, but what depends on the row alone is computed
-    once per row. Of the sampling settings, only temperature and top_k are followed.
+    Many replies share a row of logits. The tokens are those that choose() would give, but what
+    depends on the row alone is computed once per row. Of the sampling settings, only temperature
+    and top_k are followed.
     """
     V = logits.size(1)
     index = torch.tensor(rows).to(logits.device, non_blocking=True)
@@ -333,7 +335,7 @@ def choose_among(
 def likeliest(logits: Tensor) -> Tensor:  # (B, V) -> (B,)
     """Return the index of the first maximum in each row.
 
-    On CPUs torch's argmax compares one number at a time. Finding the maximum of each group with
+    On CPUs, torch's argmax compares one number at a time. Finding the maximum of each group with
     vector instructions, then the argmax over the groups and within one group, is about eight times
     as fast (32 rows of 32,768: 0.2 ms instead of 1.4 ms).
     """
@@ -380,7 +382,7 @@ def _fetch(
     likelihood: _Likelihood,
     count: int,
 ) -> Choice:
-    """Copy the chosen tokens, and `count` alternatives of each row, to the host in one copy."""
+    """Return the chosen tokens and `count` alternatives per row, copied to the host together."""
     logprobs = likelihood.of(choice)
     if not count:
         ids, floats = _to_host(choice, logprobs)
@@ -397,7 +399,7 @@ def _fetch(
 
 
 def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[list, list]:  # both of one shape
-    """Copy tokens and fp32 log-probabilities to the host together, by way of integers."""
+    """Copy tokens and fp32 log-probabilities to the host together, and return them as lists."""
     bits = torch.stack((tokens.int(), logprobs.view(torch.int32))).cpu()
     return bits[0].tolist(), bits[1].view(torch.float32).tolist()
 
@@ -407,7 +409,7 @@ def _leave_out_unlikely(
     settings: Tensor,
     samplings: Sequence[Sampling],
 ) -> None:
-    """Apply each row's min_p, hiding tokens that are too unlikely compared with the most likely."""
+    """Apply each row's min_p by hiding tokens far less likely than the most likely one."""
     shares = [sampling.min_p for sampling in samplings]
     log_share_list = [math.log(share) if share else float("-inf") for share in shares]
     log_shares = torch.tensor(log_share_list).to(logits.device, non_blocking=True)[

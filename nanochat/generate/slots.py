@@ -3,10 +3,10 @@
 A slot is one row of the key-value cache: the keys, values and states of one sequence. Requests in
 flight hold slots 0 .. active - 1. Those that decode come first, then those that still prefill, so
 that every pass works on one contiguous slice. A request that ends leaves its tokens in a slot
-behind these. If the prompt of another request for the same adapter begins with the same tokens, it
-either takes over that slot or copies the common part into the slot that has been unused for
-longest, whichever loses fewer tokens. A request with a new prompt also gets the slot that has been
-unused for longest.
+behind these. If the prompt of another request for the same adapter begins with the same tokens,
+that request either takes over the slot or copies the common part into the slot that has been unused
+for longest, whichever loses fewer tokens. A request with a new prompt also gets the slot that has
+been unused for longest.
 """
 
 import itertools
@@ -29,7 +29,7 @@ MAX_SAVED_STATES = 4  # per slot; the latest ones are kept
 
 
 class Grammar(Protocol):
-    """Follows a reply, and knows which tokens its schema allows next (generate/schema)."""
+    """Follows a reply that must match a JSON schema; see generate/schema/grammar.py."""
 
     @property
     def failed(self) -> bool: ...
@@ -73,7 +73,7 @@ class Request:
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
-    """Return how many tokens two lists have in common at the start."""
+    """Return the length of the longest common prefix of two lists of tokens."""
     if a[:MIN_PREFIX] != b[:MIN_PREFIX]:
         pairs = zip(a[:MIN_PREFIX], b[:MIN_PREFIX], strict=False)
         differences = (i for i, (x, y) in enumerate(pairs) if x != y)
@@ -124,7 +124,7 @@ class Slots:
     # --- common prefixes -------------------------------------------------------------------------
 
     def _reusable(self, request: Request, donor: Request) -> int:
-        """Return how many tokens of a request's prompt the donor's slot holds in usable form."""
+        """Return how many prompt tokens a request can reuse from the donor's slot, 0 if too few."""
         if request.tokens[:MIN_PREFIX] != donor.tokens[:MIN_PREFIX]:
             return 0
         if request.sampling.adapter != donor.sampling.adapter:
@@ -157,9 +157,9 @@ class Slots:
         return longest
 
     def protect(self, requests: Iterable[Request]) -> None:
-        """Mark the slots that these requests can reuse as just used.
+        """Mark the slot that each of these requests can best reuse as just used.
 
-        So none of the requests evicts such a slot before the others have been admitted.
+        While the requests are admitted, they therefore evict other slots first.
         """
         for request in requests:
             slot, length = self._longest_prefix(request, range(self.active, len(self.requests)))
@@ -168,9 +168,9 @@ class Slots:
                 donor.last_used = next(self._clock)
 
     def share(self, slot: int) -> None:
-        """Copy the longest prefix that another request in flight has read into a prefilling slot.
+        """Give a prefilling slot the longest prefix of its prompt that another active slot holds.
 
-        Nothing is copied unless the prefix is longer than what the slot already holds.
+        The prefix is copied only if it is longer than what the slot already holds.
         """
         request = self.requests[slot]
         assert request is not None
@@ -180,7 +180,7 @@ class Slots:
             self._copy_prefix(source, slot, request, length)
 
     def will_share(self, request: Request, donor: Request) -> bool:
-        """Return whether reading the donor's prompt first saves the request part of its own."""
+        """Return whether the request could reuse part of the donor's prompt once that is cached."""
         if request.sampling.prompt_logprobs not in (None, donor.sampling.prompt_logprobs):
             return False
         if request.sampling.adapter != donor.sampling.adapter:
@@ -197,7 +197,7 @@ class Slots:
         request: Request,
         length: int,
     ) -> None:
-        """Copy the first tokens of another slot into a request's slot."""
+        """Copy the first `length` tokens of slot `source` into the request's slot, `target`."""
         donor = self.requests[source]
         assert donor is not None
         self.cache.copy(source, target, length)
@@ -225,7 +225,7 @@ class Slots:
     # --- coming and going ------------------------------------------------------------------------
 
     def take(self, request: Request) -> None:
-        """Give a request a slot, with the longest prefix of its prompt that any slot holds."""
+        """Give a request a slot, with the longest prefix of its prompt that it can reuse."""
         target = self.active
         source, length = self._longest_prefix(request, range(len(self.requests)))
         donor = self.requests[source] if length else None
@@ -258,8 +258,8 @@ class Slots:
     def leave(self, slot: int) -> None:
         """End a request, leaving its cached tokens in the first slot behind the active ones.
 
-        The last ready request moves into the freed slot, and the prefilling requests move up in
-        order.
+        Fewer than 16 tokens are dropped. If the request was ready, the last ready request takes its
+        slot. The prefilling requests then move up in order.
         """
         request = self.requests[slot]
         assert request is not None
@@ -282,14 +282,14 @@ class Slots:
             self.cache.clear(slice(last, last + 1))
 
     def forget(self) -> None:
-        """Discard everything that no request in flight holds."""
+        """Empty every slot that no request in flight holds."""
         for slot in range(self.active, len(self.requests)):
             self._drop(slot)
 
     def save_states(self, slot: int) -> None:
         """Save the states of a slot if they cannot be cut and the position is worth saving.
 
-        Such positions are the multiples of STATE_INTERVAL and the end of the prompt.
+        Such positions are the multiples of 256 tokens and the last one before decoding.
         """
         request = self.requests[slot]
         assert request is not None

@@ -3,10 +3,11 @@
 The package holds the dense Qwen models from 1.5 to 3.5 (Qwen3 can also be trained from scratch) and
 low-rank adapters. Read the files in this order:
 
-qwen/config.py     the model shapes of all versions
-qwen/layers.py     vocabulary, norm, attention, MLP and block, with their arithmetic in functions.py
-qwen/model.py      the model, with the members that model.py requires of every family
-qwen/deltanet.py   Gated DeltaNet, the recurrent layers of Qwen3.5
-qwen/int8.py       8-bit matrices for CPUs
-lora.py            low-rank adapters
+qwen/config.py       the model shapes of all versions
+qwen/layers.py       vocabulary, norm, attention, MLP and block; functions.py has their arithmetic
+qwen/model.py        the model, with the members that model.py requires of every family
+qwen/deltanet.py     Gated DeltaNet, the recurrent layers of Qwen3.5
+qwen/int8.py         8-bit matrices for CPUs
+qwen/pretraining.py  the shape of a Qwen3 to pretrain
+lora.py              low-rank adapters
 """

@@ -55,7 +55,7 @@ class LoraConfig:
 class Adapter:
     """An adapter stored separately from its model: its settings, and its values by parameter name.
 
-    The parameter names are MATRIX.lora_A.weight and MATRIX.lora_B.weight.
+    For each matrix, the names are <matrix>.lora_A.weight and <matrix>.lora_B.weight.
     """
 
     config: LoraConfig
@@ -106,14 +106,14 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
 
 
 def matches(name: str, targets: Sequence[str]) -> bool:
-    """Return whether a matrix's dotted name equals a target or ends with its dotted parts."""
+    """Return whether a matrix's dotted name is a target, or ends with a dot and a target."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def add_adapters(model: nn.Module, config: LoraConfig) -> None:
-    """Freeze the model and add an uninitialised adapter to every target matrix.
+    """Freeze the model and add an adapter to every target matrix; init_adapters() sets its values.
 
-    Raises UserError if a target matches no matrix.
+    Raises UserError (exit code 2) if a target matches no matrix.
     """
     matrices = {
         name: module for name, module in model.named_modules() if isinstance(module, Linear)

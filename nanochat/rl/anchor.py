@@ -31,11 +31,12 @@ def anchored(
 ) -> tuple[list[Sample], float]:
     """Return samples whose weights also pull the model towards the reference, and the divergence.
 
-    The divergence is an estimate of the KL divergence between both models, summed over all tokens,
-    in nats (r - log r - 1; Schulman 2020, joschu.net/blog/kl-approx.html). With
-    r = reference(token) / sampler(token), the gradient of that estimate is (1 - r) times the
-    gradient of the token's log-likelihood (GRPO, arXiv:2402.03300, equation 4), so `strength` * (1
-    - r) is subtracted from its weight. With `trees`, the reference reads the replies as trees.
+    The divergence is an estimate of the KL divergence between both models, summed over the sampled
+    tokens, in nats (r - log r - 1; Schulman 2020, joschu.net/blog/kl-approx.html). With r =
+    reference(token) / sampler(token), capped at exp(5), the gradient of that estimate is (1 - r)
+    times the gradient of the token's log-likelihood (GRPO, arXiv:2402.03300, equation 4), so
+    `strength` * (1 - r) is subtracted from its weight. With `trees`, the reference reads the
+    replies as trees.
     """
     row_logprobs = logprobs if trees else _row_logprobs
     divergence = 0.0
@@ -68,7 +69,7 @@ def _length(reply: Reply) -> int:
 
 @torch.no_grad()
 def _row_logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[list[float]]:
-    """Return the model's log-probability of each token of each sample's reply.
+    """Return the model's log-probabilities of the tokens of each sample's reply.
 
     Each distinct reply is read only once, in its own row.
     """
@@ -89,7 +90,7 @@ def _row_logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> 
 def _pass_logprobs(
     replies: Sequence[Reply], row_tokens: int, model: Model, compute: Compute
 ) -> list[list[float]]:
-    """Return the log-probability of every reply token, reading all replies in one pass."""
+    """Return the log-probabilities of each reply's tokens, reading all replies in one pass."""
     height = -(-len(replies) // GRAIN) * GRAIN
     tokens = torch.zeros((height, row_tokens + 1), dtype=torch.long)
     # The positions that predict a reply token. Only these go through the head, which is expensive.

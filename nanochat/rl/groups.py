@@ -1,9 +1,9 @@
 """Samples several replies to each prompt as a tree, computing shared beginnings only once.
 
-Replies to the same prompt begin alike. Each distinct beginning takes one cache slot, however many
-replies share it, and is split over more slots only when its replies choose different tokens. All
-prompts run together, and every pass adds one token to every reply that has not ended. The replies
-are the same as those of Engine.generate(), up to rounding.
+Replies to the same prompt often begin alike. Each distinct beginning takes one cache slot, however
+many replies share it, and is split over more slots only when its replies choose different tokens.
+All prompts run together, and every pass reads one token of every reply that has not ended. The
+replies are the same as those of Engine.generate(), up to rounding.
 """
 
 import random
@@ -31,7 +31,7 @@ Done = Callable[[int, Completion], None]
 class _Branch:
     """The beginning that some replies share, which takes one cache slot."""
 
-    members: list[int]  # numbers of the replies that share this beginning
+    members: list[int]  # indices of the replies that share this beginning
     reply: Completion
     calls: Calls
     length: int  # tokens of prompt and reply
@@ -39,7 +39,7 @@ class _Branch:
     pending: list[int] = field(default_factory=list)  # tokens of the reply that are not cached yet
 
     def copy(self) -> "_Branch":
-        """Return a branch with the same tokens but no members."""
+        """Return a branch with the same tokens but no members, and without pending tokens."""
         reply = self.reply
         copied = Completion(list(reply.tokens), list(reply.forced), list(reply.logprobs))
         return _Branch([], copied, self.calls.copy(), self.length, self.cached)
@@ -47,7 +47,7 @@ class _Branch:
 
 @dataclass
 class _Option:
-    """A next token that some replies of a branch have chosen, and the numbers of those replies."""
+    """A next token's log-probability, and the indices of the replies that have chosen it."""
 
     logprob: float
     members: list[int] = field(default_factory=list)
@@ -60,7 +60,7 @@ def _round_up(count: int) -> int:
 class Groups:
     """Samples groups of replies from a model whose weights may change between calls.
 
-    The memory of the cache is kept between calls.
+    The cache is allocated once and only replaced by a larger one.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer):
@@ -80,8 +80,8 @@ class Groups:
         """Return `samples` replies to every prompt, ordered by prompt.
 
         Of `sampling`, only temperature, top_k, max_tokens and seed are used. Equal replies to a
-        prompt are the same object. `on_done` is called with the number of each finished reply and
-        the reply itself. Raises UserError under the same conditions as Engine.submit().
+        prompt are the same object. `on_done` is called with the index of each finished reply and
+        the reply itself. Raises UserError if check_request() refuses a prompt.
         """
         longest = max(map(len, prompts), default=1)
         room = min(longest + sampling.max_tokens, self.model.config.sequence_len)
@@ -161,7 +161,7 @@ class Groups:
         return self.model.logits(hidden[:, 0])[: len(branches)]
 
     def _grow(self, branches: list[_Branch], logits: Tensor, cache: Cache) -> list[_Branch]:
-        """Choose the next token of every reply, and return the branches that continue.
+        """Choose next tokens where none are pending, and return the branches that continue.
 
         Branches whose replies differ are split, and finished replies end. Branch i is in slot i.
         """
@@ -186,7 +186,10 @@ class Groups:
         return self._settle(stays, new, cache)
 
     def _choose(self, groups: Sequence[Sequence[int]], logits: Tensor) -> list[dict[int, _Option]]:
-        """Choose a token for every member, and return the options of each group by token."""
+        """Choose a token for every reply, and return the options of each group by token.
+
+        `groups` holds the indices of the replies that share a row of logits.
+        """
         rows = [row for row, members in enumerate(groups) for _ in members]
         members = [member for group in groups for member in group]
         chosen: list[dict[int, _Option]] = [{} for _ in groups]
@@ -201,7 +204,7 @@ class Groups:
         return chosen
 
     def _follow(self, branch: _Branch, token: int, logprob: float) -> bool:
-        """Add a chosen token, and return whether the reply has ended.
+        """Add a chosen token to a branch, and return whether its replies have ended.
 
         If the token closes a calculator call, the answer is added too.
         """
@@ -211,7 +214,7 @@ class Groups:
         return any(self._append(branch, answered, 0.0, forced=True) for answered in answer)
 
     def _append(self, branch: _Branch, token: int, logprob: float, forced: bool) -> bool:
-        """Add a token to a branch, and return whether the reply has ended."""
+        """Add a token to a branch, and return whether its replies have ended."""
         reply = branch.reply
         reply.tokens.append(token)
         reply.logprobs.append(logprob)
@@ -222,7 +225,7 @@ class Groups:
         return reply.finish is not None
 
     def _finish(self, branch: _Branch, token: int) -> Finish | None:
-        """Return why a reply ends with this token, or None if it continues."""
+        """Return why the replies of a branch end with this token, or None if they continue."""
         if token in self.tokenizer.stops:
             return "stop"
         if len(branch.reply.tokens) == self._sampling.max_tokens or branch.length == self._room:

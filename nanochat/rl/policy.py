@@ -59,7 +59,7 @@ class PolicyFlags:
 
     @property
     def clip(self) -> tuple[float, float]:
-        """The most that a ratio may fall below and rise above 1 before its gradient is cut off."""
+        """How far a ratio may fall below and rise above 1 before the loss clips it."""
         low, high = (3e-4, 4e-4) if self.loss == "gspo" else (0.2, 0.28)
         return (
             low if self.clip_low is None else self.clip_low,
@@ -119,9 +119,10 @@ def shuffled(rewards: Sequence[float], seed: str) -> list[float]:
 def advantages(
     rewards: Sequence[float], kind: Literal["mean", "normalized"] = "mean"
 ) -> tuple[float, ...]:
-    """Return the advantage of every reply to one problem.
+    """Return the advantages of all replies to one problem: their rewards minus the mean reward.
 
-    All are 0 if all rewards are equal, because nothing can be learned from them.
+    If `kind` is "normalized", they are divided by the standard deviation. If all rewards are equal,
+    all are 0.
     """
     if max(rewards) == min(rewards):  # exactly, since a rounded mean would leave tiny advantages
         return (0.0,) * len(rewards)
@@ -146,8 +147,9 @@ def averaged(
 ) -> list[float]:
     """Return the weights of one reply, rescaled so that the step averages as --average asks.
 
-    The update divides the sum of all losses by `tokens`. `tokens` and `replies` count what the
-    whole step trains on, and `limit` is the maximum number of tokens of a reply.
+    The update divides the sum of all losses by `tokens`. `tokens` and `replies` are the numbers of
+    tokens and replies that the whole step trains on, and `limit` is the maximum number of tokens of
+    a reply.
     """
     own_targets = sum(weight != 0 for weight in weights)
     if average == "token" or not own_targets:
@@ -165,7 +167,7 @@ def averaged(
 class PolicyLoss:
     """A loss on the clipped ratio of a token's probability now to its probability when sampled.
 
-    Its figures are the share of tokens whose gradient was clipped away, and an estimate of the KL
+    Its figures are the share of tokens whose ratio was clipped, and an estimate of the KL
     divergence between policy and sampler in nats per token, which is never negative.
     """
 
@@ -181,7 +183,7 @@ class PolicyLoss:
         targets: Tensor,  # (B, T), or (N,) of trees; -1 = not trained
         # `weights`, and the sampler's log-probabilities `sampled`, both shaped like targets.
         # `copies`: the number of replies for which each target is trained, by default 1.
-        # `replies`, for gspo over trees: the number of each target's reply, below N.
+        # `replies`, for gspo over trees: the index of each target's reply, below N.
         # For trees, also the tensors of a Tree.
         **extras: Tensor,
     ) -> tuple[Tensor, Tensor]:  # (), (2,)
@@ -216,7 +218,7 @@ class PolicyLoss:
 def _mean_of_reply(values: Tensor, trained: Tensor, replies: Tensor | None) -> Tensor:
     """Return, for each target, the mean over the trained targets of its reply.
 
-    `replies` gives the reply number of each target; if it is None, every row is a reply.
+    `replies` gives the index of each target's reply; if it is None, every row is a reply.
     """
     if replies is None:
         return (

@@ -77,7 +77,7 @@ class Rollouts:
         return " | ".join(parts)
 
     def figures(self) -> dict[str, float]:
-        """Return the statistics for metrics.jsonl, except any that were not measured."""
+        """Return the statistics for metrics.jsonl by name, except any that were not measured."""
         figures = asdict(self.measured)
         return {name: value for name, value in figures.items() if value is not None}
 
@@ -91,7 +91,7 @@ def task_key(task: Task) -> str:
 
 
 def fitting(task: Task, tokenizer: Tokenizer, context: int) -> list[int]:
-    """Return the numbers of the problems whose prompts fit the context and leave room for a reply.
+    """Return the indices of the problems whose prompts leave room for a reply in the context.
 
     Warns if some problems do not fit. Raises UserError if none fits.
     """
@@ -135,12 +135,13 @@ def roll_out(
     groups: Groups | None = None,
     reference: Model | None = None,
 ) -> tuple[Rollouts, list[Sample]]:
-    """Sample replies to this rank's share of the problems, and return batches and samples.
+    """Sample and grade replies to problems, and return this rank's batches and trained samples.
 
-    At most one in `policy.oversample` problems is trained on. `shuffle` reorders the rewards of all
-    these replies at random, as a control. Shuffling within each group would not be a fair control:
-    in a group with 15 right replies, most orders lower a right reply a little and few raise it a
-    lot, and optimizers that normalise the size of a step let the frequent changes win.
+    The ranks divide `numbers`, the indices of the problems. At most one in `policy.oversample` is
+    trained on. `shuffle` reorders the rewards of all ranks at random, as a control. Shuffling
+    within each group would not be a fair control: in a group with 15 right replies of 16, most
+    orders lower a right reply a little and few raise it a lot, and optimizers that normalise the
+    size of a step let the frequent changes win.
 
     With `groups`, which samples from `model`, replies are sampled and trained as trees. `policy.kl`
     above 0 needs `reference`, the model that tokens are pulled back to.
@@ -210,7 +211,7 @@ def _engine_for(
     model: Model,
     tokenizer: Tokenizer,
 ) -> Engine:
-    """Return an engine that has room for all replies to these prompts."""
+    """Return an engine in which every one of these prompts has room for a reply."""
     longest = max(map(len, prompts), default=1)
     room = min(longest + sampling.max_tokens, model.config.sequence_len)
     rows = min(ENGINE_ROWS, max(len(prompts) * samples, 1))
@@ -234,7 +235,7 @@ class _Totals:
     divergence: float
 
     def figures(self, with_kl: bool) -> Figures:
-        """Return the statistics as means and shares."""
+        """Return the statistics, with the divergence only if `with_kl`."""
         return Figures(
             self.reward / self.replies,
             self.tokens / self.replies,
@@ -297,10 +298,10 @@ def _shuffled(
 
 
 def _trained(flat: Sequence[bool], total: int, oversample: int, compute: Compute) -> list[int]:
-    """Return the indices of this rank's problems that are trained on.
+    """Return the indices, among this rank's problems, of those that are trained on.
 
-    Over all ranks, these are the first problems whose replies differ in reward, and at most
-    `total` // `oversample` of them.
+    Over all ranks, these are the first problems whose replies differ in reward, and at most `total`
+    // `oversample` of them.
     """
     marks = [0.0] * total
     marks[compute.rank :: compute.world_size] = [float(not is_flat) for is_flat in flat]
@@ -337,9 +338,9 @@ def _batches(
 def merged(samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples with equal ones merged, adding up their weights and copies.
 
-    Short replies are often the same. Samples are merged only if the weights of their tokens have
-    the same signs. This keeps the gradient, which is linear in the weights; the gradient of a
-    clipped ratio is linear only as long as the weights keep their signs.
+    Short replies are often the same. Samples are merged only if their weights are positive for the
+    same tokens. This keeps the gradient, which is linear in the weights; the gradient of a clipped
+    ratio is linear only as long as the weights keep their signs.
     """
     distinct: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]], Sample] = {}
     for sample in samples:
@@ -355,7 +356,7 @@ def merged(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> list[Rows]:
-    """Return samples as padded rows, in passes of at most `rows` rows.
+    """Return the padded rows of samples as tensors of passes, each of at most `rows` rows.
 
     Every rank gets the same number of passes.
     """
@@ -401,7 +402,7 @@ def _pass(samples: Sequence[Sample], height: int, row_tokens: int, pad: int) -> 
 def sampler_gap(samples: Sequence[Sample], model: torch.nn.Module, compute: Compute) -> float:
     """Return the largest gap between sampler and trainer in the log-probability of a token.
 
-    Each rank compares its first sample. If the model is sharded, every rank must call it.
+    Only this rank's first sample is compared. If the model is sharded, every rank must call this.
     """
     sample = samples[0] if samples else None
     tokens = sample.prompt + sample.completion.tokens if sample else [0, 0]

@@ -13,7 +13,7 @@ from nanochat.runtime import parallel
 
 
 class Sampler:
-    """An inference copy of a model, in the compute dtype.
+    """A copy of a model for inference, with matrices in the compute dtype.
 
     The trained model may be sharded. The weights of the copy are uninitialised until renew().
     """

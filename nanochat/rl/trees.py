@@ -1,7 +1,7 @@
 """Trains on replies as trees, in which replies to the same prompt share their common tokens.
 
 The gradient is the same as for separate rows, up to rounding. A tree predicts only tokens that are
-trained. A token is dropped if better and worse replies share it and their weights cancel.
+trained. A token whose weights in the replies that share it cancel is not trained.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ TARGETS = 64
 NOTHING = 1e-9  # a sum of weights up to this is a rounding error
 IGNORED = -1  # a target that is not trained
 
-# Which targets with the same place and token are kept apart instead of summed: none of them,
+# Which targets with the same position and token are kept apart instead of summed: none of them,
 # targets whose weights differ in sign, or targets of different replies.
 Apart = Literal["none", "signs", "replies"]
-# The place that predicts the target, the token, and a number that keeps apart targets that are not
-# summed: the sign of the weight, or the number of the reply.
+# The index in the tree of the token that predicts the target, the target's token, and a number that
+# keeps apart targets that are not summed: the sign of the weight, or the index of the reply.
 Target = tuple[int, int, int]
 # Losses with ratios have figures that count targets even if their weights would cancel out.
 APART: dict[str, Apart] = {"reinforce": "none", "cispo": "signs", "ppo": "signs", "gspo": "replies"}
@@ -94,11 +94,11 @@ class TargetSums:
 
 @dataclass
 class GrowingTree:
-    """A token tree of replies to one prompt, with the targets that each place predicts."""
+    """A tree of the tokens of a prompt and its replies; a place is an index into `tokens`."""
 
     tokens: list[int]
     parents: list[int]
-    # (place, token) -> the place of that token
+    # (place, next token) -> the place of that token
     children: dict[tuple[int, int], int] = field(default_factory=dict)
     targets: dict[Target, TargetSums] = field(default_factory=dict)
     replies: int = 0  # number of replies that were added
@@ -140,7 +140,7 @@ class GrowingTree:
         return child
 
     def pruned(self) -> "GrowingTree":
-        """Return the tree without targets whose weight is zero, and tokens that no target needs."""
+        """Return the tree without targets whose weights cancel and tokens that no target needs."""
         targets = {
             target: sums for target, sums in self.targets.items() if abs(sums.weight) > NOTHING
         }
@@ -167,7 +167,7 @@ def _plant(samples: Sequence[Sample], apart: Apart) -> list[tuple[GrowingTree, l
     """Return, for each sample, its tree and the targets of its tokens in that tree.
 
     All replies in a tree have the same prompt. A new tree begins if the last one for this prompt
-    could grow beyond LARGEST tokens.
+    could grow beyond 384 tokens.
     """
     planted = []
     latest: dict[tuple[int, ...], GrowingTree] = {}
@@ -231,7 +231,7 @@ def pack(
     A pass has the tensors inputs, targets and weights, and finally the tensors of a context.Tree.
     With `sampled`, the sampler's log-probabilities and the copies of each target come before the
     Tree. `apart` says which weights must not be summed because the loss is not linear in them; for
-    "replies", each target's reply number comes before the Tree too.
+    "replies", the index of each target's reply comes before the Tree too.
 
     A pass has at most as many tokens as `replies` rows of the longest sample, or a single row.
     Every rank gets the same number of passes.

@@ -1,1 +1,1 @@
-"""Keeps replies inside JSON schemas, however much work a schema asks for."""
+"""Keeps replies within JSON schemas, and refuses schemas that take too much work."""

@@ -1,4 +1,4 @@
-"""Keeps a reply inside a JSON schema: an automaton says which tokens may come next.
+"""Keeps a reply within a JSON schema: an automaton says which tokens may come next.
 
 The automaton is llguidance's, which is imported when the first schema arrives.
 """
@@ -17,8 +17,8 @@ from nanochat.tokenizer import ROLES, Tokenizer
 
 # Without white space between values, which a model could otherwise write without end.
 OVERRIDES: Any = {"whitespace_flexible": False}
-MOST_BYTES = 32_768  # of the text of a schema
-# An automaton grows while it computes masks: by some .6 to .9 kB for each state. One mask takes a
+MOST_BYTES = 32_768  # the largest size of a schema's text
+# An automaton grows while it computes masks, by 0.6 to 0.9 kB for each state. One mask takes a
 # few milliseconds at most. The patterns and formats that we tried need a tenth of these limits, and
 # maxLength: 4000 needs all states.
 LIMITS = {
@@ -30,18 +30,18 @@ LIMITS = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,  # the texts would hold the reply
 }
-# llguidance does not say how much memory an automaton has. The time that it computed bounds it: 100
-# to 200 MB a second were the most on a slow core.
+# llguidance does not report how much memory an automaton takes up, so the computing time serves as
+# a bound. On a slow core, automata grew by 200 MB a second at most.
 BYTES_PER_SECOND = 5e8
 STATES_BYTES = LIMITS["max_lexer_states"] * 1000
 MOST_KNOWN = 64  # automata that are cached for later requests
-KNOWN_BYTES = 64e6  # their size together, as estimated
+KNOWN_BYTES = 64e6  # their largest total size, as estimated
 # An automaton that has grown more gets no new replies: they would reach its limits by no fault of
 # theirs.
 WORN_BYTES = 4e6
 MOST_REFUSED = 256  # refusals that are remembered
-REFUSED_SECONDS = 300.0  # how long they are, since a busy machine may be the reason
-# computing time of a reply's masks, beside TOKEN_SECONDS for each of its tokens
+REFUSED_SECONDS = 300.0  # for how long; not forever, as a busy machine may be the reason
+# The computing time that a reply may take, to which TOKEN_SECONDS are added for each token.
 REPLY_SECONDS = 2.0
 TOKEN_SECONDS = 0.002
 COSTLY_SECONDS = 0.001  # a mask that takes more is costly
@@ -53,29 +53,31 @@ TOO_COMPLEX = (
 
 
 class Automaton:
-    """What all replies to one schema share. Copies of `matcher` share the states that any of them
-    has computed."""
+    """The automaton of a schema, which all replies to the schema share.
+
+    Copies of `matcher` share the states that any of them has computed.
+    """
 
     def __init__(self, matcher: Any, seconds: float):
-        """`seconds` is how long it took to make."""
+        """Wrap the automaton `matcher`, which took `seconds` to make."""
         self.matcher = matcher
         self.grown = 0.0  # seconds that replies have computed with it
         self._compile_seconds = seconds
 
     @property
     def size(self) -> float:
-        """About how many bytes it takes at most."""
+        """An estimate of the memory that the automaton takes up at most, in bytes."""
         states = min(self.grown * BYTES_PER_SECOND, STATES_BYTES)
         return self._compile_seconds * BYTES_PER_SECOND + states
 
     @property
     def worn(self) -> bool:
-        """Whether it has grown too much for new replies."""
+        """Whether the automaton has grown too much for new replies."""
         return self.grown * BYTES_PER_SECOND > WORN_BYTES
 
 
 class Grammar:
-    """The automaton of one reply. Follow every token with accept()."""
+    """Follows one reply, every token of which must be passed to accept()."""
 
     _numbers = itertools.count()
 
@@ -88,15 +90,17 @@ class Grammar:
         self.waited = 0  # steps in which there was no time for the mask; MaskTurns counts them
 
     def allowed(self) -> bytes:
-        """Return one bit for each token of the vocabulary, the lowest bit of a byte first: 1 if it
-        may come next."""
+        """Return one bit for each token of the vocabulary, which is 1 if that token may come next.
+
+        The lowest bit of a byte comes first.
+        """
         start = time.thread_time()
         mask = bytes(self._matcher.compute_bitmask())
         self._spend(time.thread_time() - start)
         return mask
 
     def accept(self, token: int) -> None:
-        """Follow a token of the reply."""
+        """Advance the automaton by a token of the reply."""
         start = time.thread_time()
         self._matcher.consume_token(token)
         self._spend(time.thread_time() - start)
@@ -109,23 +113,26 @@ class Grammar:
 
     @property
     def costly(self) -> bool:
-        """Whether a mask of this reply takes long."""
+        """Whether this reply's masks take more than 1 ms per token on average."""
         return self.seconds > COSTLY_SECONDS * max(self.tokens, 1)
 
     @property
     def failed(self) -> bool:
-        """Whether the schema is too complex for the limits of automata, or for the time that a
-        reply has. From then on allowed() has end marks only, whether or not the reply is
-        complete."""
+        """Whether the schema exceeds the automaton's limits or a reply's computing time.
+
+        Once the automaton reaches a limit, allowed() has end marks only, whether or not the reply
+        is complete.
+        """
         if self._matcher.is_error():
             return True
         return self.seconds > REPLY_SECONDS + TOKEN_SECONDS * self.tokens
 
 
 class Schemas:
-    """The automata of schemas for one tokenizer. Making the first one reads the whole vocabulary.
+    """Makes and caches the automata of schemas for one tokenizer.
 
-    Several threads may use it: a server checks schemas beside the thread that generates.
+    Making the first one reads the whole vocabulary. Several threads may share this object: a server
+    checks schemas beside the thread that generates.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -140,15 +147,13 @@ class Schemas:
         self._lock = threading.Lock()  # of the dictionaries; making an automaton does not hold it
 
     def is_ready(self, schema: str) -> bool:
-        """Whether prepare() has the automaton for a schema ready; otherwise it may take seconds to
-        make."""
+        """Return whether prepare() has the automaton for a schema and need not make it."""
         with self._lock:
             automaton = self._cached.get(schema)
             return automaton is not None and not automaton.worn
 
     def check(self, schema: str) -> None:
-        """Raise the UserError with which a schema was refused a short while ago, or with which its
-        reply failed."""
+        """Raise UserError if the schema was refused a short while ago, for the same reason."""
         key = _digest(schema)
         with self._lock:
             reason, until = self._refused.get(key, ("", 0.0))
@@ -157,11 +162,11 @@ class Schemas:
             self._refused.pop(key, None)
 
     def give_up(self, schema: str) -> None:
-        """Let check() refuse a schema whose reply could not be finished."""
+        """Make check() refuse a schema for some minutes, as a reply to it could not be finished."""
         self.refuse(schema, TOO_COMPLEX)
 
     def refuse(self, schema: str, reason: str) -> None:
-        """Let check() refuse a schema for some minutes."""
+        """Make check() refuse a schema for some minutes."""
         with self._lock:
             self._cached.pop(schema, None)
             while len(self._refused) >= MOST_REFUSED:
@@ -169,10 +174,10 @@ class Schemas:
             self._refused[_digest(schema)] = (reason, time.monotonic() + REFUSED_SECONDS)
 
     def grammar(self, schema: str) -> Grammar:
-        """Return the automaton for a schema, as JSON text, for one reply. Raises UserError as
-        prepare() raises it.
+        """Return a new Grammar for one reply to a schema, which is given as JSON text.
 
         This takes no time as long as the caller holds what prepare() returned for the schema.
+        Raises UserError if prepare() does.
         """
         with self._lock:
             automaton = self._in_use.get(schema)
@@ -182,9 +187,11 @@ class Schemas:
         return Grammar(automaton or self.prepare(schema))
 
     def prepare(self, schema: str) -> Automaton:
-        """Make the automaton for a schema, unless it is cached. Raises UserError if the text is not
-        a schema, if no value can meet it, if the automaton takes too much time or memory, or if
-        check() remembers such a refusal."""
+        """Return the automaton for a schema, making it unless it is cached.
+
+        Raises UserError if the text is not a schema, if no value can meet it, if the automaton
+        takes too much time or memory, or if check() raises it.
+        """
         with self._lock:
             cached = self._cached.pop(schema, None)
             if cached is not None and not cached.worn:
@@ -206,12 +213,15 @@ class Schemas:
         return automaton
 
     def _too_large(self) -> bool:
-        """Whether the cached automata are too many or take too much memory."""
+        """Return whether the cached automata are too many or take up too much memory."""
         size = sum(automaton.size for automaton in self._cached.values())
         return len(self._cached) > MOST_KNOWN or size > KNOWN_BYTES
 
     def _compiled(self, schema: str) -> Any:
-        """Return llguidance's matcher for a schema. Raises UserError if it cannot be made."""
+        """Return llguidance's matcher for a schema.
+
+        Raises UserError if the matcher cannot be made.
+        """
         text = self._checked(schema)
         import llguidance
 
@@ -237,8 +247,10 @@ class Schemas:
         return matcher
 
     def _checked(self, schema: str) -> str:
-        """Return the schema for llguidance, as JSON text. Raises UserError if it is none, or asks
-        for too much work."""
+        """Return a schema as JSON text for llguidance.
+
+        Raises UserError if the text is too long, is not a JSON object, or asks for too much work.
+        """
         size = len(schema.encode(errors="replace"))
         if size > MOST_BYTES:
             raise UserError(
@@ -264,7 +276,7 @@ class Schemas:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance reads it."""
+    """A tokenizer in the form that llguidance reads."""
 
     def __init__(self, tokenizer: Tokenizer):
         # LLTokenizer(eos_token=...) names all ends.
@@ -284,6 +296,6 @@ def _digest(schema: str) -> bytes:
 
 
 def _first_line(problem: object) -> str:
-    """Return the first line of a message, without the period at its end."""
+    """Return the first line of a message, up to 300 characters, without the period at its end."""
     lines = str(problem).strip().splitlines() or ["unknown"]
     return lines[0][:300].rstrip(". ")

@@ -1,33 +1,31 @@
-"""Limits the time that a step of the engine spends on the masks of schemas, so that other replies
-go on meanwhile."""
+"""Limits the time that an engine step spends on schema masks, so that other replies go on."""
 
 from collections.abc import Sequence
 
 from nanochat.generate.schema.grammar import Grammar
 
-# For the masks of a step: where replies without a schema wait, and where every reply has one.
+# The time for the masks of a step, if replies without a schema wait and if every reply has one.
 STEP_SECONDS = 0.002
 ALONE_SECONDS = 0.05
-PATIENCE = 200  # steps after which the reply with a costly schema waits no longer behind cheap ones
+PATIENCE = 200  # after so many steps, a reply with costly masks waits no longer behind the others
 
 
 class MaskTurns:
     """Chooses the replies whose masks are computed in a step.
 
     A mask cannot be interrupted, so a step may exceed its time, and then later steps get less.
-    Schemas with cheap masks come first, whoever has waited longest before the others. Costly ones
-    follow in the order of their arrival: one after the other ends its reply or reaches its limit,
-    and they do not all grow at the same time.
+    Replies with cheap masks come first, in the order of how long they have waited. Those with
+    costly masks follow in the order of their arrival, so that each in turn ends or reaches its
+    limit, and their automata do not all grow at the same time.
     """
 
     def __init__(self) -> None:
         self._seconds_left = 0.0  # negative after a step that took longer
 
     def take(self, grammars: Sequence[Grammar | None]) -> dict[int, bytes]:
-        """Return the masks of the rows that take part in this step, by row. Other rows with a
-        grammar have to wait.
+        """Return the masks of the rows that take part in this step, by row.
 
-        If all rows have grammars, one of them takes part at least.
+        Other rows with a grammar have to wait. If all rows have grammars, at least one takes part.
         """
         rows = [(row, grammar) for row, grammar in enumerate(grammars) if grammar is not None]
         all_have_grammars = len(rows) == len(grammars)

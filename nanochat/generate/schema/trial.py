@@ -1,9 +1,8 @@
-"""Refuses JSON schemas that ask for too much work, before this process makes the automaton of one.
+"""Refuses JSON schemas that ask for too much work, before this process makes their automata.
 
-A schema of 1 kB can keep llguidance busy for hours, in code that nobody can stop but by ending its
-process. Two things take that long: making an automaton, which is therefore tried in a child process
-first, and a step of an automaton that follows many patterns at once, whose number is therefore
-limited.
+A schema of 1 kB can keep llguidance busy for hours, in code that only ends with its process. Two
+things take that long: making an automaton, which is therefore tried in a child process first, and a
+step of an automaton that follows many patterns at once, so the number of patterns is limited.
 """
 
 import threading
@@ -14,7 +13,7 @@ from typing import Any
 from nanochat.common import UserError
 from nanochat.platforms.child import Child
 
-SECONDS = 2.0  # that making an automaton may take
+SECONDS = 2.0  # the most time that making an automaton may take
 CHILD = Path(__file__).with_name("trial_child.py")
 # Patterns and formats that one text may have to meet. Each one more multiplies the time of a step
 # by up to 2.5: with eight, no step of the worst patterns that we found took more than 0.25 s, and
@@ -44,17 +43,21 @@ NEUTRAL = frozenset(
 
 
 class Trial:
-    """Tries schemas in a child process. Several threads may use it; one schema is tried at a
-    time."""
+    """Tries schemas in a child process.
+
+    Several threads may use this object; one schema is tried at a time.
+    """
 
     def __init__(self, overrides: Mapping[str, Any]):
-        """`overrides` are options of llguidance's compiler of schemas."""
+        """Prepare to try schemas; `overrides` are options of llguidance's schema compiler."""
         self._child = Child(CHILD, dict(overrides))
         self._lock = threading.Lock()
 
     def check(self, content: Mapping[str, Any], text: str) -> None:
-        """Raise UserError if making the automaton of a schema, decoded and as JSON text, takes too
-        much time or memory, or if following it might."""
+        """Raise UserError if a schema's automaton may take too much time or memory.
+
+        `content` is the decoded schema, and `text` the same as JSON.
+        """
         patterns = patterns_together(content)
         if patterns > MOST_PATTERNS:
             raise UserError(
@@ -78,9 +81,9 @@ class Trial:
 
 
 def patterns_together(content: Mapping[str, Any]) -> int:
-    """Return how many different patterns and formats one text may have to meet.
+    """Return how many different patterns and formats a schema has if it combines schemas, else 0.
 
-    These are all that the schema has if one of its parts combines several schemas, else none.
+    Only then may one text have to meet many of them at once.
     """
     patterns: set[tuple[str, str]] = set()
     combines = False
@@ -96,7 +99,7 @@ def patterns_together(content: Mapping[str, Any]) -> int:
 
 
 def _combines(subschema: Mapping[str, Any]) -> bool:
-    """Whether one text may have to meet several schemas because of this object."""
+    """Return whether this object of a schema may make one text meet several schemas."""
     properties = subschema.get("patternProperties")
     if isinstance(properties, dict) and len(properties) > 1:
         return True
@@ -111,7 +114,7 @@ def _combines(subschema: Mapping[str, Any]) -> bool:
 
 
 def _objects(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield every object of a JSON value."""
+    """Yield a JSON object and all objects inside it."""
     values: list[Any] = [content]
     while values:
         value = values.pop()

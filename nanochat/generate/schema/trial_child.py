@@ -1,8 +1,7 @@
-"""Makes the automaton of a JSON schema in a child process (platforms/child.py), to see whether that
-ever ends.
+"""Makes the automata of JSON schemas in a child process, to see whether that takes too long.
 
-The vocabulary here is the 256 bytes: what takes long in an automaton depends on the schema and not
-on the vocabulary.
+platforms/child.py starts the process. The vocabulary here is the 256 bytes, because what takes long
+in an automaton depends on the schema and not on the vocabulary.
 """
 
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import llguidance
 
 
 class _Bytes:
-    """A vocabulary of the 256 bytes and an end mark, as llguidance reads it."""
+    """A vocabulary of the 256 bytes and an end mark, in the form that llguidance reads."""
 
     def __init__(self) -> None:
         self.eos_token_id = self.bos_token_id = 256
@@ -24,9 +23,9 @@ class _Bytes:
 
 
 def begin(overrides: Any) -> Callable[[str], str]:
-    """Return a function that makes the automaton of a schema and its first mask.
+    """Return a function that makes a schema's automaton and first mask, or returns "refused".
 
-    `overrides` are options of llguidance's compiler of schemas.
+    `overrides` are options of llguidance's schema compiler.
     """
     vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
 

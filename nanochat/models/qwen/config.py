@@ -1,4 +1,4 @@
-"""The shapes of the Qwen models: Qwen1.5, 2, 2.5, 3 and 3.5, dense."""
+"""The shapes of the dense Qwen models: Qwen1.5, 2, 2.5, 3 and 3.5."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,9 @@ from nanochat.common import UserError
 class QwenConfig:
     """The shape of a model: everything that is needed to rebuild it without its weights.
 
-    Qwen2 has biases on queries, keys and values; Qwen3 normalizes queries and keys instead. In
-    Qwen3.5, three of every four layers are Gated DeltaNets, and attention has an output gate.
+    Qwen1.5 to 2.5 have biases on queries, keys and values; Qwen3 normalizes queries and keys
+    instead. In Qwen3.5, three of every four layers are Gated DeltaNets, and attention has an output
+    gate.
     """
 
     sequence_len: int = 2048  # the longest context, and T in training

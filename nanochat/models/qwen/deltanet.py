@@ -1,16 +1,17 @@
 """Gated DeltaNet (arXiv 2412.06464), a layer that keeps one memory matrix for each head.
 
-Token t of a head with key k, value v, query q, decay a = exp(g) and strength b changes the memory
-S (Dk, Dv) to
+Token t of a head with key k, value v, query q, decay a = exp(g) and strength b changes the memory S
+(Dk, Dv) to
     S <- a S + b k (v - a S^T k)^T
 and reads
     o = S^T q.
 Training and prefill do this for a chunk of tokens at a time, using only matmuls. Decoding does it
-token by token. Keys and queries are scaled to norm 1. The memory, the decays and the system of
-equations within a chunk are in fp32; the other matmuls use the dtype of the activations.
+token by token. Keys and queries are scaled to norm 1, and queries then by 1 / sqrt(Dk). The memory,
+the decays and the system of equations within a chunk are in fp32; the other matmuls use the dtype
+of the activations.
 
-Shapes: B batch, T time, N chunks, C tokens of a chunk, H heads of keys, G heads of values for each
-of them, Dk and Dv their dimensions.
+Shapes: B batch, T time, N chunks, C tokens of a chunk, H key heads, G value heads for each key
+head, Dk and Dv their dimensions.
 """
 
 from typing import Any, cast
@@ -36,10 +37,10 @@ NEVER = -1e4  # the log of a decay that leaves nothing in fp32; some chips have 
 
 
 class _Inverse(torch.autograd.Function):
-    """Computes the inverse of I + M, where M is the strict lower triangle of (..., C, C).
+    """Computes the inverses of I + M, where M is the strict lower triangle of a matrix (..., C, C).
 
-    C is a power of two. The inverses of the diagonal blocks are joined in pairs, from 1 x 1 up to
-    C x C. This is as exact as substitution, with 2 log C batched matmuls instead of C steps.
+    C is a power of two. The inverses of the diagonal blocks are joined in pairs, from 1 x 1 up to C
+    x C. This is as exact as substitution, with 2 log2 C batched matmuls instead of C steps.
     """
 
     @staticmethod
@@ -157,7 +158,7 @@ def _visibility(documents: Tensor, chunks: int, size: int) -> tuple[Tensor, Tens
     """Return two masks that keep tokens from seeing other documents in their row.
 
     The first says which tokens of its chunk each token sees, (N, B, 1, 1, C, C). The second says
-    which tokens see the chunks before their own, (N, B, 1, 1, C). `documents` is (B, T).
+    which tokens see the end of the chunk before their own, (N, B, 1, 1, C). `documents` is (B, T).
     """
     padding = chunks * size - documents.size(1)
     padded = F.pad(documents[None].float(), (0, padding), mode="replicate")[0]
@@ -229,7 +230,7 @@ def step(
     strength: Tensor,  # (B, 1, H * G)
     memory: Tensor,  # (B, H * G, Dk, Dv) fp32
 ) -> tuple[Tensor, Tensor]:  # (B, 1, H * G, Dv) fp32, (B, H * G, Dk, Dv) fp32
-    """Return the same as chunked(), for a single token."""
+    """Return what chunked() returns, for a single token per row."""
     G = v.size(2) // k.size(2)
     q = unit(q) * q.size(3) ** -0.5
     q = q.transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H * G, 1, Dk)
@@ -246,9 +247,9 @@ def convolve(
     x: Tensor,  # (B, T, C)
     weight: Tensor,  # (C, 1, W), the last column multiplies the token itself
     before: Tensor | None = None,  # (B, W - 1, C) the tokens before the first; None: zeros
-    positions: Tensor | None = None,  # (B, T) place in its document, if a row holds several
+    positions: Tensor | None = None,  # (B, T) position in its document, if a row holds several
 ) -> tuple[Tensor, Tensor]:  # (B, T, C), (B, W - 1 + T, C)
-    """Return the causal convolution of each channel, and its inputs with those before them."""
+    """Return the causal convolution of each channel, and x preceded by the tokens before it."""
     W = weight.size(2)
     T = x.size(1)
     # contiguous, since strided ones would be multiplied one by one
@@ -277,7 +278,7 @@ class GatedDeltaNet(nn.Module):
     """
 
     def __init__(self, config: QwenConfig, index: int):
-        """`index` is the index of this layer among the DeltaNets, as in the cache."""
+        """Build DeltaNet `index`, which is counted without attention layers, as in the cache."""
         super().__init__()
         self.index = index
         self.config = config
@@ -335,7 +336,7 @@ class GatedDeltaNet(nn.Module):
         a: Tensor,  # (B, T, H * G) before the decay
         context: Context,
     ) -> Tensor:  # (B, T, H * G * Dv)
-        """Return what each token reads from the memory, normalized and gated.
+        """Update the memory, and return what each token reads from it, normalized and gated.
 
         Intermediate results take up several times as much device memory as the arguments, but are
         quick to compute compared with the projections.

@@ -1,4 +1,4 @@
-"""Functions that keep neither fp32 copies nor intermediate results for the backward pass."""
+"""SwiGLU and RMS norm, which save neither fp32 copies nor large results for the backward pass."""
 
 from typing import Any
 

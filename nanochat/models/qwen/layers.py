@@ -106,7 +106,7 @@ class Attention(nn.Module):
     """Causal self-attention, with the biases, norms and output gate that the config asks for."""
 
     def __init__(self, config: QwenConfig, index: int):
-        """`index` is the index of this layer among the attention layers, as in the cache."""
+        """Build attention layer `index`, which is counted without DeltaNets, as in the cache."""
         super().__init__()
         self.index = index
         self.config = config
@@ -157,7 +157,7 @@ class Attention(nn.Module):
         return self.rotated(q, rotary), self.rotated(k, rotary), v, gate
 
     def rotated(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:  # (B, T, H, D)
-        """Return x with the first channels of every head rotated, as many as the config gives."""
+        """Return x with the first `config.rotated` channels of every head rotated."""
         channels = self.config.rotated
         if x.size(3) == channels:
             return self.rotate(x, *rotary)

@@ -38,7 +38,7 @@ class Qwen(nn.Module):
     """A Qwen model, with the members that model.py requires of every family.
 
     Build it, optionally under `torch.device("meta")`, then call init_weights() or load a
-    checkpoint. The model computes in `dtype`, to which the parameters are cast at every use.
+    checkpoint. The model computes in `dtype`, to which matrices are cast at every use.
     """
 
     def __init__(self, config: QwenConfig, dtype: torch.dtype = torch.float32):
@@ -56,7 +56,7 @@ class Qwen(nn.Module):
 
     @property
     def takes_trees(self) -> bool:
-        """Whether a pass may read a Tree. A DeltaNet cannot: its memory follows one sequence."""
+        """Whether passes may read a Tree: not with DeltaNets, whose memory follows one sequence."""
         return "D" not in self.config.kinds
 
     @property
@@ -88,7 +88,7 @@ class Qwen(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 42) -> None:
-        """Initialise every parameter as in Qwen's pretraining, with the same values everywhere."""
+        """Initialise every parameter, with values that do not depend on the device."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             short_name = name.rpartition(".")[2]
@@ -262,7 +262,7 @@ def _role(name: str, parameter: Tensor) -> Role:
 
 
 def offload_tensor(x: Tensor) -> Callable[[], Tensor]:
-    """Copy a tensor to host memory, and return a function that copies it back to its device."""
+    """Copy a tensor to host memory if necessary, and return a function that gives it back."""
     if x.is_cpu:
         return lambda: x
     device = x.device

@@ -1,13 +1,13 @@
-"""What pretraining needs to know of a Qwen3: its shape, and the flags that it cannot take."""
+"""The shape of a Qwen3 to pretrain, and checks of flags that do not apply to it."""
 
 from nanochat.common import UserError, log
 from nanochat.models.qwen.config import QwenConfig
 
 
 def check_flags(bigram_rows: int | str, window_pattern: str, gpt_pattern: str) -> None:
-    """Raise UserError (exit code 2) for flags of what a Qwen3 does not have.
+    """Raise UserError (exit code 2) if flags ask for bigrams or windows, which a Qwen3 lacks.
 
-    `gpt_pattern` is the window pattern of a GPT where none is asked for.
+    `gpt_pattern` is the default window pattern of a GPT, which counts as not asking.
     """
     if bigram_rows not in (0, "auto"):
         raise UserError(
@@ -27,7 +27,8 @@ def shape_of(
 ) -> QwenConfig:
     """Return the shape of a Qwen3 of `depth` layers.
 
-    Its MLP has 8/3 of the channels, so that its layers have about as many parameters as a GPT's.
+    The MLP has about 8/3 as many channels as the model, so that a layer has about as many
+    parameters as a GPT's.
     """
     heads = model_dim // head_dim
     hidden = -(-8 * model_dim // (3 * 64)) * 64
@@ -46,7 +47,7 @@ def shape_of(
 
 
 def advise(pattern: str) -> None:
-    """Log what a tokenizer's split pattern means for the model's way to llama.cpp."""
+    """Log a warning if llama.cpp cannot split texts by a tokenizer's split pattern."""
     if pattern != "qwen2":
         log(
             "llama.cpp does not split texts as this tokenizer does: if the model is to become a "
