@@ -2,7 +2,7 @@
 
 The functions suit devices on which every operator costs a launch and memory traffic. All except
 square_sums have their own backward passes. They are plain torch, which runs everywhere, and up to
-rounding they compute the same results as operations.py and loss.py. Shapes: B batch, T time, C
+rounding they return the same results as operations.py and loss.py. Shapes: B batch, T time, C
 channels, H heads, D head dimension, N tokens, V vocabulary.
 """
 
@@ -50,10 +50,10 @@ def squared_relu(
 
 
 class _Narrow(torch.autograd.Function):
-    """Multiplies the first channels of x by a matrix.
+    """Multiplies the first channels of x by a matrix, and also returns x.
 
-    In the backward pass, the gradient that x receives from this product is added in place to the
-    gradient that it receives from its other use.
+    In the backward pass, the gradient through the product is added in place to the gradient of the
+    returned x.
     """
 
     @staticmethod
@@ -172,9 +172,9 @@ def offset_keys(
 
 
 class _Mix(torch.autograd.Function):
-    """Computes a x + b x0.
+    """Computes a x + b x0, and also returns x0.
 
-    x0 passes through, so that each layer adds to the gradient of x0 with one operator.
+    The next layer uses the returned x0, so each layer adds to the gradient of x0 with one operator.
     """
 
     @staticmethod
@@ -233,7 +233,7 @@ def _chunk_loss(
     """Return the weighted loss of a chunk, and its gradients with respect to x and the head.
 
     A softcapped logit lies between -15 and 15, so no token's probability underflows, and its
-    logarithm is accurate enough. Token weights multiply matrices with C columns, not V'.
+    logarithm is accurate enough. `scale` multiplies matrices with C columns rather than V'.
     """
     raw = F.linear(x, head)
     factor = torch.full((1,), 1 / SOFTCAP, device=x.device)
@@ -255,9 +255,9 @@ def _chunk_loss(
 
 
 class _Loss(torch.autograd.Function):
-    """Computes the loss and both gradients in one pass over chunks of tokens.
+    """Computes the loss and both gradients in the forward pass, one chunk of tokens at a time.
 
-    The logits of only one chunk exist at a time.
+    The logits of only one chunk are in memory.
     """
 
     @staticmethod
@@ -316,7 +316,7 @@ def chunked_loss(
     chunk: int,  # tokens in a chunk
     hidden: float,  # the score of the padded rows of the head
 ) -> Tensor:  # () fp32
-    """Return the same loss as loss.chunked_loss, with the fewest possible operators on logits."""
+    """Return loss.chunked_loss() for softcapped logits, with as few operators as possible."""
     scale = (targets >= 0).float()
     if weights is not None:
         scale = scale * weights.float()
@@ -325,7 +325,7 @@ def chunked_loss(
 
 
 def square_sums(gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
-    """Return the sum of squares of each tensor, with one norm operator for all tensors."""
+    """Return the sum of squares of each gradient, with one norm operator for all gradients."""
     tensors = [gradient.float() for gradient in gradients]
     norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
     return torch.stack(norms).square()
