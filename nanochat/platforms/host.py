@@ -26,7 +26,7 @@ MEETING = ("MASTER_ADDR", "MASTER_PORT")  # tell where the processes meet
 
 
 def cpu_flags() -> frozenset[str]:
-    """Return the processor's features ("flags" in /proc/cpuinfo), or an empty set without them."""
+    """Return the processor's "flags" in /proc/cpuinfo, or an empty set if it lists none."""
     return frozenset(_cpuinfo("flags").split())
 
 
@@ -79,7 +79,7 @@ def memory_free() -> int:
 
 
 def _number(path: Path, key: str) -> int:
-    """Return the number after `key` in the first line of a file that starts with it.
+    """Return the number that follows `key` in the first line that starts with `key`.
 
     Raises StopIteration if no line starts with the key.
     """
@@ -106,8 +106,8 @@ def _cpuinfo(key: str) -> str:
 def use_compile_cache(base: Path) -> Path:
     """Set TORCHINDUCTOR_CACHE_DIR to the folder for compiled code, and return the folder.
 
-    It is the first usable one of TORCHINDUCTOR_CACHE_DIR, ~/.cache/nanochat/compile_cache (shared by
-    all base folders), `base`/compile_cache and a private folder among the temporary files.
+    It is the first usable one of TORCHINDUCTOR_CACHE_DIR, the shared ~/.cache/nanochat/compile_cache,
+    `base`/compile_cache and a private folder among the temporary files.
 
     Code in the folder is loaded and run, so a folder that another user could write to is skipped,
     with a warning. The compiler does not quote its command line, so a path with a space or a quote
@@ -143,8 +143,8 @@ def plain_path(path: Path) -> bool:
 def _is_usable(folder: Path, is_named: bool = False) -> bool:
     """Create a folder if it is missing, and return whether only this user can write to it.
 
-    If other users can, a warning says so. With `is_named`, the folder may also be read-only, and a
-    failure to create it is a warning too.
+    Warns if other users can. A folder that the user has named (`is_named`) may be read-only, and a
+    failure to create it gives a warning too.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -229,8 +229,8 @@ def keep_freed_memory() -> None:
     """Make glibc's malloc keep the memory that one step frees for the next step.
 
     This applies to blocks of up to 32 MB, the most that glibc allows. By default, malloc maps large
-    tensors to fresh, zeroed pages each time and returns the pages, which costs a tenth of a training
-    step's CPU time (dev/LOG.md). Other C libraries have no such option and are left alone.
+    tensors to fresh, zeroed pages each time and returns the pages, which takes a tenth of a step's
+    CPU time in training (dev/LOG.md). Other C libraries have no such option and are left alone.
     """
     with contextlib.suppress(OSError, AttributeError):
         set_option = ctypes.CDLL(None).mallopt
