@@ -106,8 +106,8 @@ def _cpuinfo(key: str) -> str:
 def use_compile_cache(base: Path) -> Path:
     """Set TORCHINDUCTOR_CACHE_DIR to the folder for compiled code, and return the folder.
 
-    It is the first usable one of TORCHINDUCTOR_CACHE_DIR, the shared ~/.cache/nanochat/compile_cache,
-    `base`/compile_cache and a private folder among the temporary files.
+    It is the first usable one of: the variable's own value, ~/.cache/nanochat/compile_cache (shared
+    by all base folders), `base`/compile_cache and a private folder among the temporary files.
 
     Code in the folder is loaded and run, so a folder that another user could write to is skipped,
     with a warning. The compiler does not quote its command line, so a path with a space or a quote

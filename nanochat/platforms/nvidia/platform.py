@@ -78,7 +78,7 @@ class Nvidia(Platform):
         return "" if torch.cuda.is_available() else "torch sees no CUDA device"
 
     def best_dtype(self) -> tuple[torch.dtype, str]:
-        """Return the number format that suits the GPU, with its compute capability as the reason."""
+        """Return the number format that suits the GPU, and its compute capability as the reason."""
         major, minor = torch.cuda.get_device_capability()
         capability = f"compute capability {major}.{minor}"
         if major >= 8:
