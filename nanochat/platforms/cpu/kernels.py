@@ -200,7 +200,7 @@ class Kernels:
         window: int,
         scale: float,
     ) -> Tensor:  # (B, T, H, D)
-        """Return each query's attention to the key at its own position and at most `window` before it.
+        """Return causal attention: a query sees the key at its position and at most `window` before.
 
         All positions must be below K.
         """

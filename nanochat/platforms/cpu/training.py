@@ -177,7 +177,7 @@ class Training:
         epsilon: float,
         sharpen: float,
     ) -> None:
-        """Write the gradient of x to `x_grad`, given `y_grad`, for Kernels.turn() without a weight."""
+        """Write the gradient of x to `x_grad`, given that of turn() without a weight."""
         B, T, H, D = x.shape
         half = cos.size(-1)
         assert half * 2 == D
@@ -323,7 +323,7 @@ class Training:
         factors: Tensor,  # from pack_int8()
         squared: bool = False,
     ) -> Tensor:  # (N, outputs)
-        """Return the product of x and a packed matrix, or with `squared`, the square of its ReLU."""
+        """Return the product of x and a packed matrix, or with `squared`, its squared ReLU."""
         x = x.contiguous()
         inputs, outputs = packed.shape
         N = len(x)
