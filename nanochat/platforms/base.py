@@ -103,7 +103,7 @@ class Platform:
     runs_beside_host = True
     # Default number of tokens in a row, and the reason for it.
     context: tuple[int, str] = (2048, "the default")
-    # Tokens in a pass that suit the device, or None for as many as its memory holds.
+    # The number of tokens in a pass that suits the device, or None for as many as its memory holds.
     pass_tokens: int | None = None
     split_tokens = 10 << 20  # tokens of a split on which bits per byte are measured
     evaluation_rows = 32  # rows in a pass without gradients
@@ -167,7 +167,7 @@ class Platform:
     def use_fp8(self, model: Model) -> None:
         """Make a model's large matrices multiply in FP8 during training.
 
-        Raises UserError (exit code 2) if the device or the model cannot do so, as by default.
+        Raises UserError (exit code 2) if the device or the model does not support FP8.
         """
         raise UserError(
             "--matmul fp8 needs a GPU that multiplies in FP8 (compute capability 8.9 or later), "
@@ -178,7 +178,7 @@ class Platform:
     def use_int8(self, model: Model, operations: Operations) -> None:
         """Make a model's large matrices multiply in 8-bit integers during training.
 
-        Raises UserError (exit code 2) if the device or the model cannot do so, as by default.
+        Raises UserError (exit code 2) if the device or the model does not support this.
         """
         raise UserError(
             "--matmul int8 needs the C++ kernels for CPUs, but the device is "
@@ -247,7 +247,7 @@ class Platform:
     def ranks_met(self, rank: int, local_rank: int, world_size: int) -> None:
         """Prepare this rank for its first collective on the device.
 
-        This is called after all ranks have joined the process group, and also for a single rank.
+        Called after all ranks have joined the process group, and also for a single rank.
         """
 
     def prepare_sharding(self) -> None:
@@ -312,7 +312,7 @@ class Platform:
     def tracer(self, folder: Path, name: str, steps: int) -> Tracer | None:
         """Return a tracer of `steps` steps that writes into `folder` under `name`.
 
-        Returns None if the vendor has no profiler of its own, and torch's must be used.
+        Returns None if torch's profiler must be used instead.
         """
         return None
 
@@ -408,7 +408,7 @@ class Platform:
         return self.module.graph_pool_handle()
 
     def new_graph(self) -> Any:
-        """Return an empty graph, for captured() to fill."""
+        """Return an empty graph for captured()."""
         raise NotImplementedError
 
     # --- the compiler ----------------------------------------------------------------------------
@@ -420,16 +420,13 @@ class Platform:
     def prepare_compiling(self) -> None:
         """Make torch's compiler reuse what earlier processes compiled.
 
-        A platform may also change settings here that make compiled training deterministic.
+        A platform may also make compiled training deterministic here.
         """
         host.prepare_compiling()
 
     @contextlib.contextmanager
     def saving_memory(self, tokens: int) -> Iterator[None]:
-        """Make models compiled in this block keep less for the backward pass, if that is faster.
-
-        `tokens` is the number of tokens in a pass. By default, nothing changes.
-        """
+        """Make models compiled in this block save less if passes of `tokens` tokens need it."""
         yield
 
     def finish_compiling(self) -> None:

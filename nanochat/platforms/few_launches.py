@@ -174,7 +174,7 @@ def offset_keys(
 class _Mix(torch.autograd.Function):
     """Computes a x + b x0, and also returns x0.
 
-    The next layer uses the returned x0, so each layer adds to the gradient of x0 with one operator.
+    The next layer uses this x0, so each layer adds to the gradient of x0 with one operator.
     """
 
     @staticmethod
@@ -212,7 +212,7 @@ def mix(
     a: Tensor,  # ()
     b: Tensor,  # ()
 ) -> tuple[Tensor, Tensor]:  # (B, T, C), and x0 to give to the next layer
-    """Return a x + b x0, and x0.
+    """Return a x + b x0, and x0 itself.
 
     This takes two operators in the forward pass and four in the backward pass.
     """

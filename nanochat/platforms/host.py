@@ -33,9 +33,9 @@ def cpu_flags() -> frozenset[str]:
 def bf16_unit() -> tuple[bool, str]:
     """Return whether the processor multiplies bf16 faster than fp32, and the reason.
 
-    Intel's AVX512-BF16 is slower than fp32, because it starts one instruction per cycle instead of
-    two: on one thread, a bf16 matmul reaches 79 GFLOP/s and an fp32 matmul 140 (dev/LOG.md). AMD's
-    is twice as fast as fp32. AMX is far faster than both.
+    Intel's AVX512-BF16 starts one instruction per cycle instead of fp32's two: on one thread, a
+    bf16 matmul reaches 79 GFLOP/s and an fp32 matmul 140 (dev/LOG.md). AMD's is twice as fast as
+    fp32. AMX is far faster than both.
     """
     flags = cpu_flags()
     if "amx_bf16" in flags:
@@ -53,15 +53,14 @@ def cpu_model() -> str:
 
 
 def compiler() -> str | None:
-    """Return the path of a C++ compiler ($CXX or g++, or else clang++), or None without one."""
+    """Return the path of a C++ compiler ($CXX or g++, or else clang++), or None without any."""
     return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
 
 
 def memory_free() -> int:
     """Return the bytes of memory that a process can still take without making others swap.
 
-    A container's limit (cgroup v2) is respected. Systems other than Linux report half of the
-    physical memory.
+    A container's limit (cgroup v2) counts too. Without Linux, it is half of the physical memory.
     """
     try:
         free = 1024 * _number(MEMORY, "MemAvailable:")
@@ -143,8 +142,7 @@ def plain_path(path: Path) -> bool:
 def _is_usable(folder: Path, is_named: bool = False) -> bool:
     """Create a folder if it is missing, and return whether only this user can write to it.
 
-    Warns if other users can. A folder that the user has named (`is_named`) may be read-only, and a
-    failure to create it gives a warning too.
+    Warns if others can. A folder that the user has named (`is_named`) may be read-only.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -186,10 +184,7 @@ def _others_write(about: os.stat_result) -> bool:
 
 
 def _private_folder() -> Path:
-    """Create a folder among the temporary files that no other user can write to, and return it.
-
-    It is the one that earlier processes used, unless other users could write to that.
-    """
+    """Create or reuse a temporary folder that no other user can write to, and return it."""
     folder = Path(tempfile.gettempdir()) / f"nanochat-compile-cache-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -202,8 +197,8 @@ def prepare_compiling() -> None:
     """Make torch's compiler reuse what earlier processes compiled, even in other checkouts.
 
     Compiled files are named by a hash of the compiler's command line, which contains the path of
-    torch. A link in the cache gives torch the same path for all checkouts, and keeps spaces and
-    quotes in torch's own path off the command line.
+    torch. A link in the cache gives torch the same path in all checkouts, and hides any spaces or
+    quotes in its own.
     """
     from torch._functorch import config
     from torch._inductor.runtime.cache_dir_utils import cache_dir

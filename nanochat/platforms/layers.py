@@ -117,8 +117,8 @@ class OperatorBlock(Block):
     def units(self) -> Layer:
         """Return the layer's matrices, grouped into units that are multiplied as one matrix.
 
-        The order is MLP input, MLP output, queries with keys and values, attention output and, if
-        the layer has one, the gate of the value embedding.
+        The order is MLP input, MLP output, queries with keys and values, attention output, and the
+        gate, if any.
         """
         attn = self.attn
         mlp = self.mlp
@@ -270,8 +270,8 @@ def operations_of(model: nn.Module) -> Operations:
 def accelerate(model: Model, operations: Operations) -> Counter[str]:
     """Make a model compute with a device's operators, and return how many modules were swapped.
 
-    The counts are by the name of the new class, and empty if the device fuses no layers. Call this
-    before the model is sharded or compiled.
+    They are counted by the name of their new class. Call this before the model is sharded or
+    compiled.
     """
     module = cast(Any, model)
     module.attention = operations

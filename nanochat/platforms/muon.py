@@ -56,8 +56,7 @@ class FusedMuon(MuonArithmetic):
     ) -> Tensor:
         """Return the updates, including the learning rate, and change `variance` in place.
 
-        Norms and factors are derived from the norms of rows or columns, so that large tensors are
-        read rarely.
+        Norms and factors are derived from those of rows or columns, to read large tensors rarely.
         """
         x = polar_express(_equilibrated(g))
         size = min(g.size(-2), g.size(-1)) ** 0.5  # the Frobenius norm of an update

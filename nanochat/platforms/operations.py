@@ -122,10 +122,7 @@ class Operations(PlainAttention):
         return rms_norm(x)
 
     def norm_and_keep(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (..., C)
-        """Return norm(x), and x itself, which the caller must use instead of the argument.
-
-        A device can then combine the gradients of both results.
-        """
+        """Return norm(x), and an x to use from then on, so that a device can join both gradients."""
         return self.norm(x), x
 
     def add_norm(
@@ -210,7 +207,7 @@ class Operations(PlainAttention):
         sharpen: float,
         joined_weight: Tensor | None = None,  # the matrices as one, from cast_together()
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
-        """Return queries and keys, rotated, normalized and multiplied by `sharpen`, and values.
+        """Return the queries and keys, rotated, normalized and times `sharpen`, and the values.
 
         A device may instead include the factor `sharpen` in softmax_scale().
         """
@@ -331,7 +328,7 @@ class Operations(PlainAttention):
     # --- logits and loss -------------------------------------------------------------------------
 
     def softcap(self, logits: Tensor) -> Tensor:  # (..., V) -> (..., V) fp32
-        """Return the logits squashed smoothly to the range (-15, 15), as by loss.softcap()."""
+        """Return logits squashed smoothly to (-15, 15); see loss.softcap."""
         return loss.softcap(logits)
 
     def log_totals(self, logits: Tensor) -> Tensor | None:  # (B, V) fp32 -> (B,)
@@ -348,7 +345,7 @@ class Operations(PlainAttention):
         chunk: int,
         capped: bool = True,
     ) -> Tensor:  # () fp32
-        """Return the sum over all tokens of weight times cross-entropy; see loss.chunked_loss."""
+        """Return the weighted sum of the tokens' losses in nats; see loss.chunked_loss."""
         x, targets, weights = self.with_targets(x, targets, weights)
         return loss.chunked_loss(x, head, targets, vocab, weights, chunk, capped)
 
@@ -360,9 +357,9 @@ class Operations(PlainAttention):
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # (n, C), (n,), (n,)
         """Return the arguments without most of the tokens that have no target.
 
-        Tokens are dropped only if skips_masked is set, and only in uncompiled code. A multiple of
-        ROW_GRAIN tokens remains, or all if that is more than there are, because tensors of many
-        different sizes reuse memory less often.
+        Tokens are dropped only in uncompiled code, and if skips_masked is set. A multiple of
+        ROW_GRAIN tokens then remains if there are enough, because tensors of many different sizes
+        reuse memory less often.
         """
         if not self.skips_masked or is_compiling():  # compiled code wants one shape
             return x, targets, weights

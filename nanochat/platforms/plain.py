@@ -36,7 +36,7 @@ class Host(Platform):
 
     @property
     def module(self) -> None:
-        """The module that drives the device: None, because the host needs none."""
+        """The driver module: None, because the host needs none."""
         return None
 
     def unavailable(self) -> str:
@@ -92,7 +92,7 @@ class Host(Platform):
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Do nothing, because copies on the host overlap with other threads' work anyway."""
+        """Do nothing, because copies overlap with other threads' work anyway."""
         yield
 
     def int8_missing(self, dtype: torch.dtype) -> str:
@@ -143,10 +143,7 @@ class Host(Platform):
         return ""
 
     def prepare_compiling(self) -> None:
-        """Make the compiler reuse its cache, and make torch deterministic if it has several threads.
-
-        Otherwise the threads would add to the rows of a table's gradient in any order.
-        """
+        """Use the compiler's cache, and make torch deterministic if it has several threads."""
         super().prepare_compiling()
         os.environ.setdefault("TORCH_WARM_POOL", "0")  # these processes only compile for GPUs
         if torch.get_num_threads() > 1:

@@ -51,7 +51,7 @@ def joined(
     """Return a function that multiplies by all matrices at once, for inference.
 
     The matrices themselves are left with empty weights. Returns None and changes nothing if any
-    matrix has a bias, another dtype than `dtype`, an empty weight or a `multiply` hook.
+    matrix has a bias, a dtype other than `dtype`, an empty weight or a `multiply` hook.
     """
     for matrix in matrices:
         if not _can_join(matrix, dtype):
@@ -101,7 +101,7 @@ def _are_side_by_side(tensors: Sequence[Tensor]) -> bool:
 
 
 def place_together(parameters: Sequence[nn.Parameter]) -> None:
-    """Move the parameters of each shape to a block of memory of their own, in the given order.
+    """Move the parameters of each shape into one block of memory, in the given order.
 
     The Parameter objects stay the same.
     """
@@ -127,10 +127,9 @@ def cast_together(
     layers: Sequence[Layer],
     dtype: torch.dtype,
 ) -> list[list[Tensor]]:
-    """Return for each layer a list of its units, each cast to `dtype` as one matrix.
+    """Return for each layer a list of its units, each one matrix in `dtype`, with gradients.
 
-    Gradients flow back to the parameters. A forward pass calls this once, instead of casting each
-    matrix wherever it is used.
+    A forward pass calls this once, instead of casting each matrix wherever it is used.
     """
     units = list(chain.from_iterable(layers))
     parameters = chain.from_iterable(units)
@@ -142,8 +141,7 @@ def cast_together(
 class _Cast(torch.autograd.Function):
     """Casts all parameters, and in the backward pass all gradients, with one operator per shape.
 
-    The parameters are passed in addition to the units that hold them, because autograd only sees
-    arguments that are tensors.
+    The parameters are passed in addition to the units, because autograd must see them.
     """
 
     @staticmethod

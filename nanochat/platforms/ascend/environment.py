@@ -50,11 +50,12 @@ def prepare_loading(
 ) -> str:
     """Set the environment variables that torch_npu reads, and return why loading it would abort.
 
-    Returns "" if it would not. `torch_npu` is the version. Variables that the user has set are kept.
+    Returns "" if it would not. `torch_npu` is its version. Variables that the user has set are
+    kept.
 
     The task queue lets Python run ahead of the device, the CPU affinity keeps threads on nearby
     cores, and expandable segments keep memory from fragmenting. torch_npu aborts the process if
-    both names of the allocator's variable are set; then nothing is changed here.
+    both names of the allocator's variable are set.
     """
     if all(name in environ for name in ALLOCATORS):
         return f"{ALLOCATORS[0]} and {ALLOCATORS[1]} are both set, on which it aborts; unset {ALLOCATORS[1]}"

@@ -74,7 +74,7 @@ class AscendPlain(Operations):
         v: Tensor,  # (B, Hkv, T, D)
         scale: float | None,
     ) -> Tensor:
-        """Implement PlainAttention.causal, without inf if the chip would report it as an overflow."""
+        """Implement PlainAttention.causal, without inf if the chip would report overflow."""
         if not self._needs_finite_mask(q.dtype):
             return super().causal(q, k, v, scale)
         T = q.size(2)
@@ -317,9 +317,9 @@ def prompt(
     visible: Tensor,  # (1 or B, 1, T, K) bool, True = visible
     scale: float | None = None,
 ) -> Tensor:  # (B, T, H, D)
-    """Return the attention of many queries per row, computed by an inference card's operator.
+    """Return the attention of many queries per row, on an inference card.
 
-    The operator supports no window, only a mask of all keys for every query.
+    The card's operator supports no window, only a mask of all keys for every query.
     """
     import torch_npu  # pyright: ignore[reportMissingImports]
 
@@ -344,9 +344,9 @@ def decode(
     ends: Sequence[int],
     scale: float | None = None,
 ) -> Tensor:  # (B, 1, H, D)
-    """Return the attention of one query per row, computed by an inference card's operator.
+    """Return the attention of each row's query to the row's first keys, as many as `ends` says.
 
-    The query of each row sees the row's first keys, as many as `ends` says.
+    This runs on an inference card.
     """
     import torch_npu  # pyright: ignore[reportMissingImports]
 
@@ -497,7 +497,7 @@ class AscendFused(AscendChunked):
         return qk
 
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
-        """Return the factor for the scores, with `sharpen` for queries and again for keys."""
+        """Return the factor for the scores, with `sharpen` for the queries and the keys."""
         return sharpen**2 * head_dim**-0.5
 
     def attend(
@@ -526,8 +526,8 @@ class AscendFused(AscendChunked):
         }
         if not torch_npu.npu.is_current_stream_capturing():
             return torch_npu.npu_fusion_attention(q, k, v, H, "BSND", **options)[0]
-        # npu_fusion_attention uses a second stream, which a graph does not include, and v3 can only be
-        # captured in the layout BNSD.
+        # npu_fusion_attention uses a second stream, which a graph does not include, and v3 can only
+        # be captured in the layout BNSD.
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)

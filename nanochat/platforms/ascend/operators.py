@@ -55,7 +55,7 @@ class AscendListed(AscendFused):
         x: Tensor,  # (..., C)
         y: Tensor,  # (..., C)
     ) -> tuple[Tensor, Tensor]:
-        """Implement Operations.add_norm with npu_add_rms_norm, if only npu_rms_norm is missing.
+        """Implement Operations.add_norm with npu_add_rms_norm, if the chip has no npu_rms_norm.
 
         The backward pass is written here, with torch's operators.
         """
@@ -255,15 +255,15 @@ def _rotated(
     return torch_npu.npu_apply_rotary_pos_emb(queries, one_head, cos, sin, "BSND", "half")[0]
 
 
-# --- testing ---------------------------------------------------------------------------------------
+# --- testing -------------------------------------------------------------------------------------
 
 Trial = Callable[[Operations, list[Tensor]], Tensor]  # computes something from q, k and v
 
 
 def try_operators(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the first fused operator for each job that works on this card.
+    """Return for each job the first fused operator that works on this card.
 
-    Logs why an operator does not work. Each is tested against fp32 on the host.
+    Logs why an operator does not work. Results are compared with those of fp32 on the host.
     """
     trials = {
         (ATTENTION,): _attends,

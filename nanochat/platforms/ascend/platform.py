@@ -25,7 +25,7 @@ from nanochat.platforms.operations import KernelChoice, Operations
 
 
 class Ascend(Platform):
-    """An Ascend NPU; unavailable() must be called first, because it imports torch_npu."""
+    """An Ascend NPU; call unavailable() first, because it imports torch_npu."""
 
     name = "npu"
     backend = "hccl"
@@ -37,8 +37,8 @@ class Ascend(Platform):
     def unavailable(self) -> str:
         """Import torch_npu, and return why it cannot be used here, or "" if it can.
 
-        The environment variables that torch_npu reads are set first. Any failure of the import, such
-        as a missing CANN or a wrong version, is returned as the reason rather than raised.
+        Its environment variables are set first. Any failure of the import, such as a missing CANN
+        or a wrong version, is returned as the reason rather than raised.
         """
         if importlib.util.find_spec("torch_npu") is None:
             return "torch_npu is not installed"
@@ -111,7 +111,7 @@ class Ascend(Platform):
         return torch.float16, f"the NPU has no bf16; {how}"
 
     def lacks_dtype(self, dtype: torch.dtype) -> str:
-        """Return why the chip cannot compute in `dtype` (only bf16 may be missing), or ""."""
+        """Return why the chip cannot compute in bf16, or "" if it can or if `dtype` differs."""
         if dtype != torch.bfloat16 or self.chip.bf16:
             return ""
         return tr(
@@ -138,9 +138,8 @@ class Ascend(Platform):
     def ranks_met(self, rank: int, local_rank: int, world_size: int) -> None:
         """Reserve ports on each host for the collectives of a job with several ranks.
 
-        Local rank 0 reserves the block at HCCL_IF_BASE_PORT. If that is not set, it reserves a free
-        block of ports, and all ranks of the host set the variable to it. Raises UserError if the block of a
-        variable that the user has set is taken.
+        Local rank 0 reserves the block at HCCL_IF_BASE_PORT. If the variable is not set, it becomes
+        the start of a free block, if there is one. Raises UserError if the user's block is taken.
         """
         if world_size == 1:
             return
@@ -165,7 +164,7 @@ class Ascend(Platform):
     # --- work ------------------------------------------------------------------------------------
 
     def operations(self, choice: KernelChoice) -> Operations:
-        """Return the chip's operators, or torch's own if plain kernels were requested, and log which.
+        """Return the chip's operators, or torch's own if `choice` is plain, and log which.
 
         On a chip that is not in the table, the fused operators are tested first. Raises UserError
         if fused kernels were requested and the chip has no fused attention for training, or if
@@ -217,7 +216,7 @@ class Ascend(Platform):
             self.module.amp.GradScaler.clear_npu_overflow_flag()
 
     def overflows(self) -> list[torch.Tensor]:
-        """Return a list with the chip's overflow flag, or an empty list if the chip gives inf.
+        """Return a list with the chip's overflow flag, or an empty list if overflows give inf.
 
         The flag is read as torch_npu's GradScaler reads it.
         """

@@ -32,7 +32,7 @@ class Trained:
     int8: bool = False  # whether matrices multiply bf16 activations in 8-bit integers
 
     def matrix(self, masters: Sequence[Tensor], x: Tensor) -> Matrix:
-        """Return the `masters`, stacked as one matrix that multiplies activations like x.
+        """Return `masters`, stacked as one matrix that multiplies activations in the format of x.
 
         The masters each have the shape (outputs, inputs).
         """
@@ -310,7 +310,7 @@ class Attention(torch.autograd.Function):
 
 
 class Smear(torch.autograd.Function):
-    """Adds a gated share of the token before to each token."""
+    """Adds to each token's activations a gated share of those of the token before."""
 
     @staticmethod
     def forward(

@@ -200,7 +200,7 @@ class Kernels:
         window: int,
         scale: float,
     ) -> Tensor:  # (B, T, H, D)
-        """Return causal attention: a query sees the key at its position and at most `window` before.
+        """Return causal attention; a query sees its own key and at most `window` keys before it.
 
         All positions must be below K.
         """
@@ -247,8 +247,8 @@ class Kernels:
     ) -> Tensor:  # (B, 1, H, D)
         """Write new keys and values into the cache, and return the attention to the cache.
 
-        A query sees the new key and at most `window` keys before it. Raises IndexError and writes
-        nothing if a position is outside the cache.
+        A query sees the new key and at most `window` keys before it. Raises IndexError if a
+        position is outside the cache.
         """
         B, _, H, D = q.shape
         K = cached_k.size(1)
@@ -339,10 +339,7 @@ class Kernels:
         epsilon: float,
         added: Tensor | None = None,  # (..., C)
     ) -> tuple[Tensor, Tensor]:  # (..., C) twice
-        """Return the RMS norm of x + `added`, times `weight`, and the sum x + `added`.
-
-        Without `added`, the sum is x; without `weight`, the norm is not multiplied.
-        """
+        """Return the RMS norm of x + `added`, times `weight`, and the sum; None has no effect."""
         x = x.contiguous()
         y = torch.empty_like(x)
         total = x
@@ -498,10 +495,10 @@ class Kernels:
         vocab: int,
         cap: float,  # of the softcap; 0 if there is none
     ) -> Tensor:  # ()
-        """Return the weighted sum of the cross-entropies of rows of logits.
+        """Return the weighted sum of the rows' cross-entropies; `logits` become its gradient.
 
-        Only the first `vocab` logits of each row count, and a negative target has no loss. Raises
-        IndexError if a target whose weight is not 0 is `vocab` or more.
+        Only the first `vocab` logits of each row count. Raises IndexError if a target whose weight
+        is not 0 is `vocab` or more. A negative target has no loss.
         """
         targets = targets.contiguous()
         weights = weights.contiguous()

@@ -63,7 +63,7 @@ class _Packed:
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return the product of x (..., inputs) and the matrix.
 
-        This serves as the `multiply` hook of a Linear. The `weight` that it is given is not needed.
+        This is the `multiply` hook of a Linear; the given `weight` is not needed.
         """
         outputs, inputs = self._shape
         has_few_rows = x.numel() <= FEW_ROWS * inputs
@@ -127,8 +127,7 @@ class CpuOperations(Operations):
     def _train(self, *tensors: Tensor) -> Trained | None:
         """Return the kernels for training, or None if they cannot be used with these tensors.
 
-        Gradients must be enabled, the code uncompiled, and the tensors on the host and all fp32 or
-        all bf16.
+        They need gradients, uncompiled code, and host tensors that are all fp32 or all bf16.
         """
         if is_compiling() or not torch.is_grad_enabled():
             return None
@@ -161,8 +160,7 @@ class CpuOperations(Operations):
     def _fast(self, *tensors: Tensor) -> Kernels | None:
         """Return the kernels for inference, or None if they cannot be used with these tensors.
 
-        serve() must have prepared the model, gradients must be disabled, the code uncompiled, and
-        the tensors all fp32 or all bf16.
+        They need serve(), disabled gradients, uncompiled code, and tensors all fp32 or all bf16.
         """
         if is_compiling():  # compiled code must not depend on _kernels
             return None
@@ -316,8 +314,8 @@ class CpuOperations(Operations):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Implement Operations.heads with C++ kernels.
 
-        The kernels normalize before they rotate, which gives the same result up to rounding,
-        because rotating a head keeps its norm.
+        The kernels normalize before they rotate, with the same result up to rounding, because
+        rotating a head keeps its norm.
         """
         trained = self._trained_heads(x, matrices, head_dim, cos, sin, sharpen)
         if trained is not None:
@@ -582,8 +580,8 @@ class CpuOperations(Operations):
 
         For a single query, torch's operator multiplies number by number, which takes 2 to 10 times
         as long. So heads that share their keys become queries of one head. Other heads are computed
-        with two products per row if that is faster, or else with the query doubled. Several queries
-        with gradients are computed with products, in less than half the time of torch's operator.
+        with two products per row, or with the query doubled. Several queries with gradients are
+        computed with products, in less than half the time of torch's operator.
         """
         B, T, H, D = q.shape
         K = k.size(1)
@@ -620,10 +618,7 @@ class CpuOperations(Operations):
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:  # (B, T, H, D)
-        """Implement PlainAttention.extend with C++ kernels, if serve() has prepared the model.
-
-        Raises IndexError if a position is beyond the cache.
-        """
+        """Implement PlainAttention.extend with C++ kernels, if serve() has prepared the model."""
         B, T, _, D = q.shape
         kernels = self._fast(q, cached_k)
         if kernels is None:

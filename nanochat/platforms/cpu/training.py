@@ -177,7 +177,7 @@ class Training:
         epsilon: float,
         sharpen: float,
     ) -> None:
-        """Write the gradient of x to `x_grad`, given that of turn() without a weight."""
+        """Write the gradient of x to `x_grad`, given that of Kernels.turn() without a weight."""
         B, T, H, D = x.shape
         half = cos.size(-1)
         assert half * 2 == D

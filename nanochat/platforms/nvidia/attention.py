@@ -38,7 +38,7 @@ Attention = Callable[..., Any]  # has the signature of FlashAttention 3
 
 
 class NvidiaOperations(Operations):
-    """Torch's own operators, with windowed attention from the fastest library that is installed."""
+    """Torch's own operators, with windowed attention from the fastest installed library."""
 
     loss_chunk = 8192
     grain = 64
@@ -82,8 +82,8 @@ class NvidiaOperations(Operations):
     ) -> Tensor:  # (B, T, H, D)
         """Implement PlainAttention.attend with FlashAttention if it supports these tensors.
 
-        It needs 16-bit numbers and a head dimension that is a multiple of 8. The FlashAttention
-        inside torch is called only for windows that hide keys.
+        It needs 16-bit numbers and a head dimension that is a multiple of 8. The FlashAttention in
+        torch is called only for windows that hide keys.
         """
         fits = q.element_size() == 2 and q.size(3) % 8 == 0
         hides_keys = window < k.size(1) - 1

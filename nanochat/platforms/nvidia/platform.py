@@ -113,8 +113,8 @@ class Nvidia(Platform):
     def operations(self, choice: KernelChoice) -> Operations:
         """Return operations with the fastest installed windowed attention, and log its name.
 
-        With plain kernels, the attention is torch's own. Raises UserError if fused kernels were
-        requested, or if the kernel that NANOCHAT_FLASH_KERNEL names cannot be loaded.
+        Plain kernels mean torch's own attention. Raises UserError if fused kernels were requested,
+        or if the kernel that NANOCHAT_FLASH_KERNEL names cannot be loaded.
         """
         self.refuse_fused(choice)
         generation, _ = torch.cuda.get_device_capability()
