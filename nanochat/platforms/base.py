@@ -251,7 +251,7 @@ class Platform:
         """
 
     def prepare_sharding(self) -> None:
-        """Make FSDP2 work on this device. This must be called before a model is sharded."""
+        """Make FSDP2 work on this device; to be called before a model is sharded."""
 
     def communicates(self, operator: str) -> bool:
         """Return whether the operator that a trace calls `operator` is a collective."""

@@ -45,7 +45,7 @@ def squared_relu(
     x: Tensor,
     zero: Tensor,  # (), of x's dtype and device, made once by the caller
 ) -> Tensor:
-    """Return relu(x)^2, with two operators in the forward pass and one in the backward pass."""
+    """Return relu(x)^2, with two operators forward and one backward."""
     return _SquaredRelu.apply(x, zero)  # type: ignore[no-any-return]
 
 
@@ -123,8 +123,7 @@ def add_values(
 ) -> Tensor:  # (B, T, H, D)
     """Return v + 3 sigmoid(logits) * value_embedding.
 
-    This takes two operators in the forward pass and six in the backward pass. Three of the six read
-    large tensors.
+    This takes two operators forward and six backward. Three of the six read large tensors.
     """
     return _AddValues.apply(v, value_embedding, logits)  # type: ignore[no-any-return]
 
@@ -163,7 +162,7 @@ def offset_keys(
 ) -> Tensor:  # (B, T, H, D)
     """Return keys in which half of each comes from the previous token.
 
-    This takes two operators in the forward pass and two in the backward pass.
+    This takes two operators forward and two backward.
     """
     return _OffsetKeys.apply(k, zeros)  # type: ignore[no-any-return]
 
@@ -214,7 +213,7 @@ def mix(
 ) -> tuple[Tensor, Tensor]:  # (B, T, C), and x0 to give to the next layer
     """Return a x + b x0, and x0 itself.
 
-    This takes two operators in the forward pass and four in the backward pass.
+    This takes two operators forward and four backward.
     """
     return _Mix.apply(x, x0, a, b)  # type: ignore[no-any-return]
 
@@ -325,7 +324,7 @@ def chunked_loss(
 
 
 def square_sums(gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
-    """Return the sum of squares of each gradient, with one norm operator for all gradients."""
+    """Return the sum of squares of each gradient, with a single norm operator."""
     tensors = [gradient.float() for gradient in gradients]
     norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
     return torch.stack(norms).square()

@@ -38,7 +38,7 @@ class OperatorAttention(CausalSelfAttention):
             self.joined = joined(matrices, pack, dtype)
 
     def release(self) -> None:
-        """Undo join(), so that each matrix multiplies separately (see Operations.release)."""
+        """Undo join(), for Operations.release()."""
         self.joined = None
 
     def forward(
@@ -174,7 +174,7 @@ class OperatorHead(Head):
         targets: Tensor,  # (N,)
         weights: Tensor | None,  # (N,)
     ) -> Tensor:
-        """Implement Head.loss with the loss function of the platform."""
+        """Implement Head.loss with the platform's loss."""
         return self.operations.loss(
             x,
             self.weight,
@@ -196,12 +196,12 @@ class OperatorGPT(GPT):
         return self.operations.rotary_tables(length, D, self.device, self.dtype)
 
     def embed(self, idx: Tensor) -> Tensor:
-        """Implement GPT.embed with the norm of the platform."""
+        """Implement GPT.embed with the platform's norm."""
         embedding = self.wte(idx).to(self.dtype)
         return self.operations.norm(embedding)
 
     def smear(self, x: Tensor, context: Context) -> Tensor:
-        """Implement GPT.smear with the operators of the platform."""
+        """Implement GPT.smear with the platform's operators."""
         previous = None if whole_rows(context) else context.previous(x)
         return self.operations.smear(x, previous, self.smear_gate, self.smear_lambda)
 
@@ -212,7 +212,7 @@ class OperatorGPT(GPT):
         resid_lambda: Tensor,  # ()
         x0_lambda: Tensor,  # ()
     ) -> tuple[Tensor, Tensor]:
-        """Implement GPT.mix with the operators of the platform."""
+        """Implement GPT.mix with the platform's operators."""
         return self.operations.mix(x, x0, resid_lambda, x0_lambda)
 
     def backout(
@@ -220,7 +220,7 @@ class OperatorGPT(GPT):
         x: Tensor,  # (B, T, C)
         middle: Tensor,  # (B, T, C)
     ) -> Tensor:
-        """Implement GPT.backout with the operators of the platform."""
+        """Implement GPT.backout with the platform's operators."""
         remainder = self.operations.backout(x, middle, self.backout_lambda)
         return self.operations.norm(remainder)
 

@@ -122,7 +122,7 @@ class Operations(PlainAttention):
         return rms_norm(x)
 
     def norm_and_keep(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (..., C)
-        """Return norm(x), and an x to use from then on, so that a device can join both gradients."""
+        """Return norm(x), and an x to use from then on, so that both gradients can be joined."""
         return self.norm(x), x
 
     def add_norm(

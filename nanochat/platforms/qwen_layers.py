@@ -75,7 +75,7 @@ class OperatorVocabulary(Vocabulary):
         targets: Tensor,  # (N,)
         weights: Tensor | None,  # (N,)
     ) -> Tensor:
-        """Implement Vocabulary.loss with the loss function of the platform."""
+        """Implement Vocabulary.loss with the platform's loss."""
         return self.operations.loss(
             x,
             self.weight,
@@ -105,7 +105,7 @@ class OperatorNorm(Norm):
         self.settled = self.scale.detach()
 
     def release(self) -> None:
-        """Undo settle(), so that each use computes the scale (see Operations.release)."""
+        """Undo settle(), for Operations.release()."""
         self.settled = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class OperatorAttention(Attention):
             self.norm_weights = torch.cat((q_weights, k_weights))
 
     def release(self) -> None:
-        """Undo join(), so that each matrix multiplies separately (see Operations.release)."""
+        """Undo join(), for Operations.release()."""
         self.joined = None
 
     def heads(
@@ -187,7 +187,7 @@ class OperatorAttention(Attention):
         return self.rotated(normed, rotary)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Implement Attention.rotate with the rotary operator of the platform."""
+        """Implement Attention.rotate with the platform's operator."""
         return self.operations.rotary(x, cos, sin)
 
 
@@ -208,7 +208,7 @@ class OperatorMLP(MLP):
             self.joined = Joined.of(matrices, pack, dtype)
 
     def release(self) -> None:
-        """Undo join(), so that each matrix multiplies separately (see Operations.release)."""
+        """Undo join(), for Operations.release()."""
         self.joined = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class OperatorQwen(Qwen):
     def rotary_tables(self, length: int) -> tuple[Tensor, Tensor]:
         """Implement Qwen.rotary_tables with tables in the layout that the platform reads.
 
-        The sines are negated, because Qwen rotates in the opposite direction to our GPT.
+        The sines are negated, because Qwen rotates the opposite way to our GPT.
         """
         c = self.config
         cos, sin = self.operations.rotary_tables(

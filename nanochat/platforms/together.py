@@ -129,7 +129,7 @@ def cast_together(
 ) -> list[list[Tensor]]:
     """Return for each layer a list of its units, each one matrix in `dtype`, with gradients.
 
-    A forward pass calls this once, instead of casting each matrix wherever it is used.
+    A forward pass calls this once, instead of casting matrices one by one.
     """
     units = list(chain.from_iterable(layers))
     parameters = chain.from_iterable(units)

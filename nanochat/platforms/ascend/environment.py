@@ -117,9 +117,9 @@ def _claim(port: int) -> socket.socket | None:
     """Return a socket that reserves a port for this job, or None if another process reserved it.
 
     Collectives bind their ports only when the ranks first meet, so jobs that start together would
-    all find the same ports free. A job therefore also binds a name for each port among the kernel's
-    abstract Unix sockets. These names belong to the same network as the ports (also in containers
-    with --network host), and vanish when the process ends, however it ends.
+    all find the same ports free. A job therefore also binds an abstract Unix socket for each port.
+    The names of such sockets belong to the same network as the ports (also in containers with
+    --network host), and vanish when the process ends, however it ends.
     """
     claim = socket.socket(socket.AF_UNIX)
     try:

@@ -226,7 +226,7 @@ class AscendChunked(AscendPlain):
         return few_launches.chunked_loss(x, head, targets, vocab, weights, chunk, HIDDEN)
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
-        """Implement Operations.square_sums with one norm operator for all gradients."""
+        """Implement Operations.square_sums with a single norm operator."""
         return few_launches.square_sums(gradients)
 
     def attend(

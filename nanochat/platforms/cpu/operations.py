@@ -367,10 +367,9 @@ class CpuOperations(Operations):
         gate: nn.Module | None = None,
         value_embedding: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return the results of heads(), or of gated_heads() if there is a gate.
+        """Return heads(), or gated_heads() if there is a gate, computed by the training kernels.
 
-        The training kernels compute them. Returns None if the kernels do not support the matrices,
-        the tensors or the rotation.
+        Returns None if the kernels do not support the matrices, the tensors or the rotation.
         """
         if callable(matrices) or head_dim != 2 * cos.size(-1):
             return None

@@ -69,7 +69,7 @@ class NvidiaOperations(Operations):
             self.name = "torch's FlashAttention"
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
-        """Implement Operations.square_sums with one norm operator for all gradients."""
+        """Implement Operations.square_sums with a single norm operator."""
         return square_sums(gradients)
 
     def attend(
