@@ -254,10 +254,7 @@ def _chunk_loss(
 
 
 class _Loss(torch.autograd.Function):
-    """Computes the loss and both gradients in the forward pass, one chunk of tokens at a time.
-
-    The logits of only one chunk are in memory.
-    """
+    """Computes the loss and both gradients in the forward pass, one chunk of tokens at a time."""
 
     @staticmethod
     def forward(

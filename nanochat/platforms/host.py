@@ -53,14 +53,15 @@ def cpu_model() -> str:
 
 
 def compiler() -> str | None:
-    """Return the path of a C++ compiler ($CXX or g++, or else clang++), or None without any."""
+    """Return the path of a C++ compiler ($CXX or g++, or clang++), or None if there is none."""
     return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
 
 
 def memory_free() -> int:
     """Return the bytes of memory that a process can still take without making others swap.
 
-    A container's limit (cgroup v2) counts too. Without Linux, it is half of the physical memory.
+    A container's limit (cgroup v2) counts too. Systems other than Linux report half of the physical
+    memory.
     """
     try:
         free = 1024 * _number(MEMORY, "MemAvailable:")
@@ -197,8 +198,8 @@ def prepare_compiling() -> None:
     """Make torch's compiler reuse what earlier processes compiled, even in other checkouts.
 
     Compiled files are named by a hash of the compiler's command line, which contains the path of
-    torch. A link in the cache gives torch the same path in all checkouts, and hides any spaces or
-    quotes in its own.
+    torch. A link in the cache gives torch the same path in all checkouts, without the spaces or
+    quotes that its real path may have.
     """
     from torch._functorch import config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -225,7 +226,7 @@ def keep_freed_memory() -> None:
 
     This applies to blocks of up to 32 MB, the most that glibc allows. By default, malloc maps large
     tensors to fresh, zeroed pages each time and returns the pages, which takes a tenth of a step's
-    CPU time in training (dev/LOG.md). Other C libraries have no such option and are left alone.
+    CPU time in training (dev/LOG.md). Other C libraries are left alone.
     """
     with contextlib.suppress(OSError, AttributeError):
         set_option = ctypes.CDLL(None).mallopt

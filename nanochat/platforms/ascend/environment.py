@@ -87,8 +87,7 @@ def prepare_collectives(environ: MutableMapping[str, str] = os.environ) -> int:
 def card_file(environ: Mapping[str, str] = os.environ) -> str:
     """Return the device file of this host's first card, or "" if the host has no card.
 
-    Whether torch_npu can use the card is not checked. Tests set ASCEND_ROOT_PREFIX to the root
-    folder of a fake host.
+    Tests set ASCEND_ROOT_PREFIX to the root folder of a fake host.
     """
     folder = Path(environ.get("ASCEND_ROOT_PREFIX", "") + "/dev")
     cards = []

@@ -85,10 +85,7 @@ class AscendListed(AscendFused):
         dtype: torch.dtype,
         base: float = 100_000,
     ) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines in the layout of the operator that rotates on this chip.
-
-        See AscendFused.rotary_tables and Operations.rotary_tables.
-        """
+        """Return the cosines and sines in the layout of the operator that rotates on this chip."""
         if self.operators.intersection(ROTATIONS):
             return super().rotary_tables(length, head_dim, device, dtype, base)
         return Operations.rotary_tables(self, length, head_dim, device, dtype, base)

@@ -57,10 +57,7 @@ class Ascend(Platform):
         return "" if is_usable else "torch_npu loaded, but sees no NPU"
 
     def idle_cards(self) -> str:
-        """Return advice if this host has NPUs that cannot be used, or "" otherwise.
-
-        The advice names the device file, the reason, and commands that may help.
-        """
+        """Return advice if this host has NPUs that cannot be used, or "" otherwise."""
         file = environment.card_file()
         if not file:
             return ""
@@ -129,10 +126,7 @@ class Ascend(Platform):
     # --- ranks -----------------------------------------------------------------------------------
 
     def prepare_collectives(self) -> int:
-        """Set HCCL's environment variables, and return the collectives' time-out in seconds.
-
-        Variables that the user has set are kept.
-        """
+        """Implement Platform.prepare_collectives with HCCL's environment variables."""
         return environment.prepare_collectives()
 
     def ranks_met(self, rank: int, local_rank: int, world_size: int) -> None:

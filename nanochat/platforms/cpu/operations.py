@@ -102,10 +102,7 @@ class CpuOperations(Operations):
 
     @functools.cached_property
     def _library(self) -> Kernels | None:
-        """The kernels for inference, or None if there are no C++ kernels.
-
-        The result is cached, because a loss needs it in every pass.
-        """
+        """The kernels for inference, or None if there are no C++ kernels."""
         if not self._compiles:
             return None
         return kernels(host.use_compile_cache(base_dir()))
@@ -198,10 +195,10 @@ class CpuOperations(Operations):
     def serve(self, model: nn.Module) -> None:
         """Implement Operations.serve, after which passes without gradients use the C++ kernels.
 
-        If oneDNN supports bf16 here, bf16 matrices are stored in its layout once, rather than
-        converted in every product. A single row is then multiplied in half the time, at the speed
-        of memory, with the same result up to rounding. fp32 matrices stay unchanged, because in
-        oneDNN's layout their rounding would depend on how many rows are multiplied together.
+        If oneDNN supports bf16 here, bf16 matrices are stored in its layout. A single row is then
+        multiplied in half the time, at the speed of memory, with the same result up to rounding.
+        fp32 matrices stay unchanged, because in oneDNN's layout their rounding would depend on how
+        many rows are multiplied together.
         """
         self._kernels = self._library
         for module in model.modules():

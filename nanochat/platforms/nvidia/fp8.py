@@ -90,10 +90,7 @@ def product(
     weight: Tensor,  # (N, K)
     bound: float | None = None,  # no number in x exceeds this; if known, it saves a pass over x
 ) -> Tensor:  # (..., N)
-    """Return x times the transposed weight, in FP8 if gradients are enabled.
-
-    Passes without gradients, such as validation, never use 8 bits.
-    """
+    """Return x times the transposed weight, in FP8 only if gradients are enabled."""
     if not torch.is_grad_enabled():
         return F.linear(x, weight.to(x.dtype))
     rows = x.flatten(0, -2)
