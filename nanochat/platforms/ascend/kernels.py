@@ -497,7 +497,7 @@ class AscendFused(AscendChunked):
         return qk
 
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
-        """Return the factor for the scores, with `sharpen` for the queries and the keys."""
+        """Return the factor for the scores, with `sharpen` squared, for queries and keys."""
         return sharpen**2 * head_dim**-0.5
 
     def attend(

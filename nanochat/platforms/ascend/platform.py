@@ -37,8 +37,8 @@ class Ascend(Platform):
     def unavailable(self) -> str:
         """Import torch_npu, and return why it cannot be used here, or "" if it can.
 
-        Its environment variables are set first. Any failure of the import, such as a missing CANN
-        or a wrong version, is returned as the reason rather than raised.
+        torch_npu's environment variables are set first. Any failure of the import, such as a
+        missing CANN or a wrong version, is returned as the reason rather than raised.
         """
         if importlib.util.find_spec("torch_npu") is None:
             return "torch_npu is not installed"
@@ -108,7 +108,7 @@ class Ascend(Platform):
         return torch.float16, f"the NPU has no bf16; {how}"
 
     def lacks_dtype(self, dtype: torch.dtype) -> str:
-        """Return why the chip cannot compute in bf16, or "" if it can or if `dtype` differs."""
+        """Return why the chip cannot compute in bf16, or "" if it can or `dtype` is not bf16."""
         if dtype != torch.bfloat16 or self.chip.bf16:
             return ""
         return tr(

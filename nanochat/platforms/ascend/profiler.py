@@ -50,7 +50,7 @@ class AscendTracer:
     def finish(self) -> Trace:
         """Stop the profiler, and return its measurements.
 
-        Raises UserError if the profiler has not written its files, with all columns.
+        Raises UserError if a file or a column that the profiler should have written is missing.
         """
         self._profiler.stop()
         folders = sorted(self.folder.glob(f"{self.name}_*_ascend_pt/{OUTPUT}"))

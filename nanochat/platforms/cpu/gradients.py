@@ -32,7 +32,7 @@ class Trained:
     int8: bool = False  # whether matrices multiply bf16 activations in 8-bit integers
 
     def matrix(self, masters: Sequence[Tensor], x: Tensor) -> Matrix:
-        """Return `masters`, stacked as one matrix (outputs, inputs) for activations in x's format."""
+        """Return `masters`, stacked as one matrix for activations in x's format."""
         if self.int8:
             return Matrix8(self.training, masters)
         return Matrix(self.kernels, masters, x.dtype)

@@ -576,8 +576,8 @@ class CpuOperations(Operations):
 
         For a single query, torch's operator multiplies number by number, which takes 2 to 10 times
         as long. So heads that share their keys become queries of one head. Other heads are computed
-        with two products per row, or with the query doubled. Several queries with gradients are
-        computed with products, in less than half the time of torch's operator.
+        with two products per row, or with the query doubled. With gradients and ungrouped heads,
+        several queries are computed with products, in less than half the time of torch's operator.
         """
         B, T, H, D = q.shape
         K = k.size(1)
