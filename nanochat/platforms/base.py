@@ -426,7 +426,7 @@ class Platform:
 
     @contextlib.contextmanager
     def saving_memory(self, tokens: int) -> Iterator[None]:
-        """Make models compiled in this block save fewer activations if `tokens` per pass are many."""
+        """Make models compiled in this block use less memory if `tokens` per pass are many."""
         yield
 
     def finish_compiling(self) -> None:
