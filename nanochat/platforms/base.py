@@ -1,6 +1,6 @@
 """The interface between the rest of the project and a device.
 
-Each vendor's folder has one subclass of Platform, and device.py lists them in a table. The
+Each vendor's folder has one subclass of Platform, and device.py lists them in a table. Platform's
 defaults suit an accelerator whose module in torch has the functions of torch.cuda.
 """
 
@@ -38,7 +38,7 @@ class Chip(Protocol):
 
 @dataclass(frozen=True)
 class Trace:
-    """The measurements of a vendor's profiler: mean milliseconds per step, and every operator."""
+    """What a vendor's profiler measured: mean milliseconds per step, and every operator call."""
 
     computing_ms: float
     communication_ms: float
@@ -51,8 +51,7 @@ class Trace:
 class Tracer(Protocol):
     """Drives a vendor's profiler.
 
-    Call start() before the step in which the profiler warms up, step() after each step, and finish()
-    at the end.
+    Call start() before the warm-up step, step() after each step, and finish() at the end.
     """
 
     def start(self) -> None: ...
@@ -68,7 +67,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_bf16(model: Model, matmul: Matmul) -> None:
-    """Raise UserError (exit code 2) unless a model computes in bf16, as this --matmul needs."""
+    """Raise UserError (exit code 2) if a model does not compute in bf16, which `matmul` needs."""
     if model.dtype != torch.bfloat16:
         raise UserError(
             f"--matmul {matmul} needs a model that computes in bfloat16, but this one computes in "
@@ -78,9 +77,9 @@ def check_bf16(model: Model, matmul: Matmul) -> None:
 
 
 def requested_kernels(flag: str) -> KernelChoice:
-    """Return the choice in --kernels, or the one in NANOCHAT_KERNELS if the flag is auto.
+    """Return `flag` (--kernels), or if it is auto, the choice in NANOCHAT_KERNELS (default auto).
 
-    Raises UserError (exit code 2) if the variable holds no valid choice.
+    Raises UserError (exit code 2) if the choice is not valid.
     """
     name = flag
     if flag == "auto":
@@ -104,7 +103,7 @@ class Platform:
     runs_beside_host = True
     # Default number of tokens in a row, and the reason for it.
     context: tuple[int, str] = (2048, "the default")
-    # Tokens in a pass that suit the device, or None for as many as its memory holds.
+    # The number of tokens in a pass that suits the device, or None for as many as its memory holds.
     pass_tokens: int | None = None
     split_tokens = 10 << 20  # tokens of a split on which bits per byte are measured
     evaluation_rows = 32  # rows in a pass without gradients
@@ -112,11 +111,11 @@ class Platform:
     replays_replies = False
     # Whether reinforcement learning trains on trees of replies by default.
     prefers_trees = False
-    shards_sparse_tables = True  # whether FSDP2 shards tables of which a step uses few rows
+    shards_sparse_tables = True  # whether FSDP2 also shards tables whose rows are seldom used
     long_run_seconds = math.inf  # a run that takes longer gets a warning
 
     def __init__(self, index: int = 0):
-        """Set the device's index among those that this process sees, without opening the device."""
+        """Choose a device by its `index` among those that this process sees, without opening it."""
         self.index = index
 
     @property
@@ -127,15 +126,15 @@ class Platform:
     # --- choosing --------------------------------------------------------------------------------
 
     def unavailable(self) -> str:
-        """Return why this process cannot use such a device, or "" if it can."""
+        """Return why this process cannot use a device of this kind, or "" if it can."""
         raise NotImplementedError
 
     def idle_cards(self) -> str:
-        """Return advice about cards that cannot be used, or "" if this host has no such cards."""
+        """Return advice if this host has cards that cannot be used, or "" otherwise."""
         return ""
 
     def count(self) -> int:
-        """Return how many such devices this process sees."""
+        """Return the number of devices of this kind that this process sees."""
         return int(self.module.device_count())
 
     def is_slow(self) -> bool:
@@ -143,20 +142,20 @@ class Platform:
         return False
 
     def best_dtype(self) -> tuple[torch.dtype, str]:
-        """Return the number format to compute in, and why."""
+        """Return the number format that suits the device best, and the reason."""
         raise NotImplementedError
 
     def lacks_dtype(self, dtype: torch.dtype) -> str:
-        """Return why the device cannot compute in the format of NANOCHAT_DTYPE, or "" if it can."""
+        """Return why the device cannot compute in `dtype` (NANOCHAT_DTYPE), or "" if it can."""
         return ""
 
     # --- the number format of matrices ------------------------------------------------------------
 
     def use_matmul(self, model: Model, matmul: Matmul, operations: Operations) -> None:
-        """Make a model's large matrices multiply in the requested number format during training.
+        """Make a model's large matrices multiply in the format `matmul` during training.
 
-        `operations` are the model's own. "auto" means the format in which the model computes.
-        Raises UserError (exit code 2) if the device or the model cannot multiply as requested.
+        "auto" means the format in which the model computes. `operations` are those that the model
+        uses. Raises UserError (exit code 2) if the device or the model does not support the format.
         """
         if matmul == "bf16":
             check_bf16(model, matmul)
@@ -168,7 +167,7 @@ class Platform:
     def use_fp8(self, model: Model) -> None:
         """Make a model's large matrices multiply in FP8 during training.
 
-        Raises UserError (exit code 2) if the device or the model cannot do so.
+        Raises UserError (exit code 2) if the device or the model does not support FP8.
         """
         raise UserError(
             "--matmul fp8 needs a GPU that multiplies in FP8 (compute capability 8.9 or later), "
@@ -179,7 +178,7 @@ class Platform:
     def use_int8(self, model: Model, operations: Operations) -> None:
         """Make a model's large matrices multiply in 8-bit integers during training.
 
-        Raises UserError (exit code 2) if the device or the model cannot do so.
+        Raises UserError (exit code 2) if the device or the model does not support this.
         """
         raise UserError(
             "--matmul int8 needs the C++ kernels for CPUs, but the device is "
@@ -190,15 +189,15 @@ class Platform:
     def preset_matmul(self, dtype: torch.dtype, operations: Operations | None = None) -> Matmul:
         """Return the matrix format that presets choose on this device for a GPT in `dtype`.
 
-        It is coarser than `dtype` only if training is then faster and learns nearly as well.
-        `operations` are the model's own. Without them the device's usual operations are assumed.
+        It has fewer bits than `dtype` only if training is then faster and learns nearly as well.
+        `operations` are those that the model uses, or None for the device's usual ones.
         """
         return "auto"
 
     # --- opening ---------------------------------------------------------------------------------
 
     def open(self) -> torch.device:
-        """Open the device for this process, with a warning if it is in use.
+        """Open the device for this process and return it, with a warning if others use it.
 
         Raises UserError if the device cannot be opened.
         """
@@ -220,11 +219,11 @@ class Platform:
         return torch.device(self.name, self.index)
 
     def cannot_open(self, failure: str) -> str:
-        """Return a message that says why the device could not be opened, and what may help."""
+        """Return a message that says why the device cannot be opened, and what may help."""
         raise NotImplementedError
 
     def in_use(self, free: int, total: int) -> str:
-        """Return a warning if other processes hold memory, or "" if nearly all of it is free."""
+        """Return a warning if other processes hold much of the memory, or "" otherwise."""
         return ""
 
     def describe(self) -> str:
@@ -235,35 +234,35 @@ class Platform:
 
     @property
     def collectives(self) -> str:
-        """The backends of the process group, where CPU tensors always use gloo."""
+        """The backends for init_process_group(), with gloo for CPU tensors."""
         return f"cpu:gloo,{self.name}:{self.backend}"
 
     def prepare_collectives(self) -> int:
-        """Set environment variables for the collectives, and return their time-out in seconds.
+        """Set the collectives' environment variables, and return their time-out in seconds.
 
         Variables that the user has set are kept.
         """
         return 2400
 
     def ranks_met(self, rank: int, local_rank: int, world_size: int) -> None:
-        """Prepare the ranks for their first collective on the device.
+        """Prepare this rank for its first collective on the device.
 
-        Called once all ranks have joined the process group.
+        Called after all ranks have joined the process group, and also for a single rank.
         """
 
     def prepare_sharding(self) -> None:
-        """Make FSDP2 work on this device. Call this before a model is sharded."""
+        """Make FSDP2 work on this device; to be called before a model is sharded."""
 
     def communicates(self, operator: str) -> bool:
-        """Return whether the operator with this name in a trace is a collective."""
+        """Return whether the operator that a trace calls `operator` is a collective."""
         return self.backend in operator.lower()
 
     # --- work ------------------------------------------------------------------------------------
 
     def operations(self, choice: KernelChoice) -> Operations:
-        """Return the operations that models use on this device, and log the choice.
+        """Return the operations that models use on this device.
 
-        Raises UserError if the requested kernels are not available.
+        Raises UserError if the kernels of `choice` are not available.
         """
         raise NotImplementedError
 
@@ -272,7 +271,7 @@ class Platform:
         return ""
 
     def refuse_fused(self, choice: KernelChoice) -> None:
-        """Raise UserError if fused kernels were requested on a platform that has none."""
+        """Raise UserError if `choice` is fused, for platforms that have no fused kernels."""
         if choice == "fused":
             raise UserError(
                 f"--kernels fused was asked for, but the device is {self.name}, which has no fused kernels of its own; "
@@ -285,7 +284,7 @@ class Platform:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Let copies inside this block overlap with the computations of other threads.
+        """Let the copies made in this block overlap with the computations of other threads.
 
         The copies are complete when the block ends.
         """
@@ -298,9 +297,9 @@ class Platform:
         """Clear the overflow flag of a chip that saturates where others give inf."""
 
     def overflows(self) -> list[torch.Tensor]:
-        """Return overflow flags of shape (1,), not 0 if anything overflowed since clear_overflow().
+        """Return a list of tensors (1,), nonzero if a number overflowed since clear_overflow().
 
-        The list is empty for a chip that gives inf instead of saturating.
+        The list is empty for a chip on which overflows give inf.
         """
         return []
 
@@ -311,16 +310,16 @@ class Platform:
         return ""
 
     def tracer(self, folder: Path, name: str, steps: int) -> Tracer | None:
-        """Return the vendor's own profiler, which writes into `folder` under `name`.
+        """Return a tracer of `steps` steps that writes into `folder` under `name`.
 
-        Returns None if torch's profiler is used instead.
+        Returns None if torch's profiler must be used instead.
         """
         return None
 
     def int8_missing(self, dtype: torch.dtype) -> str:
-        """Return why 8-bit matrices would not speed up serving a model in `dtype` on this device.
+        """Return why 8-bit matrices are unsupported or no faster for serving a model in `dtype`.
 
-        Returns "" if they would.
+        Returns "" if they are faster.
         """
         return f"8-bit matrices are for CPUs, and this device is {self.name}"
 
@@ -340,11 +339,14 @@ class Platform:
         return int(self.module.mem_get_info()[0])
 
     def memory_peak(self) -> int:
-        """Return the peak number of bytes that this process has had allocated."""
+        """Return the peak number of bytes that this process has had allocated.
+
+        start_memory_watch() resets the peak.
+        """
         return int(self.module.max_memory_allocated())
 
     def start_memory_watch(self) -> None:
-        """Give cached memory back to the device, and restart the count of memory_taken()."""
+        """Free cached memory, and reset the peaks that memory_peak() and memory_taken() return."""
         self.module.empty_cache()
         self.module.reset_peak_memory_stats()
 
@@ -358,7 +360,7 @@ class Platform:
         return 0.4
 
     def peak_flops(self) -> tuple[float, str] | None:
-        """Return the peak FLOP/s from the data sheet and its source, or None if none is known."""
+        """Return the published or estimated peak FLOP/s and its source, or None if unknown."""
         return None
 
     def chips(self) -> Sequence[Chip]:
@@ -383,9 +385,9 @@ class Platform:
     ) -> Callable[..., Any]:
         """Return a version of a module whose forward and backward pass are each a single launch.
 
-        Inputs must have the shapes of the samples. Capturing runs the module a few times and may
+        Inputs must have the shapes of `samples`. Capturing runs the module a few times and may
         leave gradients in its parameters. The module's arguments and results must be tensors, and
-        it must not wait for the device.
+        the module must not wait for the device.
         """
         return self.module.make_graphed_callables(call, samples)
 
@@ -394,7 +396,7 @@ class Platform:
 
         `work` must have run once before. Its results are undefined until the first replay, and the
         tensors that it creates live as long as the returned function. Functions with the same
-        `pool` share memory, so a replay of one overwrites the results of the others.
+        `pool` share memory, so a replay of one may overwrite the results of the others.
         """
         graph = self.new_graph()
         with self.module.graph(graph, pool=pool):
@@ -402,11 +404,11 @@ class Platform:
         return graph.replay
 
     def graph_pool(self) -> Any:
-        """Return a memory pool for captured(), for graphs whose results are used immediately."""
+        """Return a memory pool for functions of captured() whose results are used immediately."""
         return self.module.graph_pool_handle()
 
     def new_graph(self) -> Any:
-        """Return an empty graph."""
+        """Return an empty graph for captured()."""
         raise NotImplementedError
 
     # --- the compiler ----------------------------------------------------------------------------
@@ -416,17 +418,17 @@ class Platform:
         return ""
 
     def prepare_compiling(self) -> None:
-        """Make torch's compiler use its cache.
+        """Make torch's compiler reuse what earlier processes compiled.
 
-        Platforms also do here what makes compiled training repeat bit for bit.
+        A platform may also make compiled training deterministic here.
         """
         host.prepare_compiling()
 
     @contextlib.contextmanager
     def saving_memory(self, tokens: int) -> Iterator[None]:
-        """Make models compiled in this block keep less for backward passes of `tokens` tokens."""
+        """Make models compiled in this block use less memory if `tokens` per pass are many."""
         yield
 
     def finish_compiling(self) -> None:
-        """Return the compiler's freed memory to the system."""
+        """Give memory that the compiler has freed back to the system."""
         host.give_freed_memory_back()

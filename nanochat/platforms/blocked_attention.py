@@ -1,7 +1,7 @@
 """Attention computed with matmuls over a few blocks of queries.
 
-This is for devices on which it is the fastest or the only method. Shapes: N heads over all rows of
-a batch, T time, D head dimension.
+This is for accelerators without fused attention, and for compiled models on CPUs. Shapes: N heads
+over all rows of a batch, T time, D head dimension.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +24,12 @@ class Block(NamedTuple):
 
 
 def _block_size(T: int) -> int:
-    """Return the number of queries in a block: a quarter of T, rounded up to 128s."""
+    """Return the number of queries in a block: T / 4, rounded up to a multiple of 128."""
     return max(-(-T // 512) * 128, 128)
 
 
 def _query_blocks(T: int, window: int) -> list[Block]:
-    """Return up to four blocks. They are few because each is compiled separately."""
+    """Return the blocks of T queries, at most four, because each is compiled separately."""
     size = _block_size(T)
     blocks = []
     for start in range(0, T, size):
@@ -112,7 +112,7 @@ def _backward(
 
 @lru_cache(maxsize=2)
 def _compiled(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is compiled separately from its caller, once for each shape."""
+    """Return `work`, compiled separately from its caller, once for each shape."""
     return torch.compile(work, dynamic=False)
 
 
@@ -122,7 +122,7 @@ def _grouped(
     window: int,
     hidden: float,
 ) -> list[Tensor]:
-    """Apply `work` to a few heads at a time, so that their weights stay in a CPU's caches."""
+    """Return the results of `work` on a few heads at a time, whose weights fit a CPU's caches."""
     N, T = tensors[0].shape[:2]
     head_bytes = 4 * T * _block_size(T)
     size = max(GROUP_BYTES // head_bytes, 1)
@@ -249,7 +249,7 @@ def ungrouped(
     k: Tensor,  # (B, T, Hkv, D)
     v: Tensor,  # (B, T, Hkv, D)
 ) -> tuple[Tensor, Tensor]:  # (B, T, H, D) twice
-    """Return keys and values repeated so that every query head has its own."""
+    """Return keys and values, repeated so that every query head has its own."""
     group = q.size(2) // k.size(2)
     if group == 1:
         return k, v

@@ -26,7 +26,7 @@ class Child:
     """Answers questions with a script that runs in a child process.
 
     The script defines begin(setup), which returns a function that answers one question. The child
-    starts with the first question and ends when this object or the parent process does.
+    starts with the first question, and ends with close(), with this object or with the parent.
     """
 
     def __init__(self, script: Path, setup: Any):
@@ -37,8 +37,8 @@ class Child:
     def ask(self, question: Any, seconds: float) -> Any:
         """Return the answer to a question, or {"error": reason} if the script raises an exception.
 
-        Returns None if the answer takes more than `seconds` or the process ends without one, such as
-        for lack of memory. The next question then starts another process.
+        Returns None if the answer takes more than `seconds`, or if the child ends without one. The
+        next question then starts another child. Raises RuntimeError if the child does not start.
         """
         process = self._process or self._start()
         assert process.stdin is not None
@@ -69,7 +69,7 @@ class Child:
         return self._process
 
     def close(self) -> None:
-        """End the child process. The next question starts another."""
+        """End the child process, if there is one. The next question starts another."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -105,7 +105,7 @@ def limit_time(seconds: float) -> None:
 
 
 def main() -> None:
-    """Answer questions with the script named on the command line until standard input ends."""
+    """Answer the questions on standard input with the script named on the command line."""
     import resource
 
     # Ctrl-C is for the parent: when it exits, this process ends too.

@@ -2,7 +2,7 @@
 
 The functions suit devices on which every operator costs a launch and memory traffic. All except
 square_sums have their own backward passes. They are plain torch, which runs everywhere, and up to
-rounding they compute the same results as operations.py and loss.py. Shapes: B batch, T time, C
+rounding they return the same results as operations.py and loss.py. Shapes: B batch, T time, C
 channels, H heads, D head dimension, N tokens, V vocabulary.
 """
 
@@ -45,15 +45,15 @@ def squared_relu(
     x: Tensor,
     zero: Tensor,  # (), of x's dtype and device, made once by the caller
 ) -> Tensor:
-    """Return relu(x)^2, with two operators in the forward pass and one in the backward pass."""
+    """Return relu(x)^2, with two operators forward and one backward."""
     return _SquaredRelu.apply(x, zero)  # type: ignore[no-any-return]
 
 
 class _Narrow(torch.autograd.Function):
-    """Multiplies the first channels of x by a matrix.
+    """Multiplies the first channels of x by a matrix, and also returns x.
 
-    In the backward pass, the gradient that x receives from this product is added in place to the
-    gradient that it receives from its other use.
+    In the backward pass, the gradient through the product is added in place to the gradient of the
+    returned x.
     """
 
     @staticmethod
@@ -123,8 +123,7 @@ def add_values(
 ) -> Tensor:  # (B, T, H, D)
     """Return v + 3 sigmoid(logits) * value_embedding.
 
-    This takes two operators in the forward pass and six in the backward pass. Three of the six read
-    large tensors.
+    This takes two operators forward and six backward. Three of the six read large tensors.
     """
     return _AddValues.apply(v, value_embedding, logits)  # type: ignore[no-any-return]
 
@@ -163,7 +162,7 @@ def offset_keys(
 ) -> Tensor:  # (B, T, H, D)
     """Return keys in which half of each comes from the previous token.
 
-    This takes two operators in the forward pass and two in the backward pass.
+    This takes two operators forward and two backward.
     """
     return _OffsetKeys.apply(k, zeros)  # type: ignore[no-any-return]
 
@@ -172,9 +171,9 @@ def offset_keys(
 
 
 class _Mix(torch.autograd.Function):
-    """Computes a x + b x0.
+    """Computes a x + b x0, and also returns x0.
 
-    x0 passes through, so that each layer adds to the gradient of x0 with one operator.
+    The next layer uses this x0, so each layer adds to the gradient of x0 with one operator.
     """
 
     @staticmethod
@@ -212,9 +211,9 @@ def mix(
     a: Tensor,  # ()
     b: Tensor,  # ()
 ) -> tuple[Tensor, Tensor]:  # (B, T, C), and x0 to give to the next layer
-    """Return a x + b x0, and x0.
+    """Return a x + b x0, and x0 itself.
 
-    This takes two operators in the forward pass and four in the backward pass.
+    This takes two operators forward and four backward.
     """
     return _Mix.apply(x, x0, a, b)  # type: ignore[no-any-return]
 
@@ -233,7 +232,7 @@ def _chunk_loss(
     """Return the weighted loss of a chunk, and its gradients with respect to x and the head.
 
     A softcapped logit lies between -15 and 15, so no token's probability underflows, and its
-    logarithm is accurate enough. Token weights multiply matrices with C columns, not V'.
+    logarithm is accurate enough. `scale` multiplies matrices with C columns rather than V'.
     """
     raw = F.linear(x, head)
     factor = torch.full((1,), 1 / SOFTCAP, device=x.device)
@@ -255,10 +254,7 @@ def _chunk_loss(
 
 
 class _Loss(torch.autograd.Function):
-    """Computes the loss and both gradients in one pass over chunks of tokens.
-
-    The logits of only one chunk exist at a time.
-    """
+    """Computes the loss and both gradients in the forward pass, one chunk of tokens at a time."""
 
     @staticmethod
     def forward(
@@ -316,7 +312,7 @@ def chunked_loss(
     chunk: int,  # tokens in a chunk
     hidden: float,  # the score of the padded rows of the head
 ) -> Tensor:  # () fp32
-    """Return the same loss as loss.chunked_loss, with the fewest possible operators on logits."""
+    """Return loss.chunked_loss() for softcapped logits, with as few operators as possible."""
     scale = (targets >= 0).float()
     if weights is not None:
         scale = scale * weights.float()
@@ -325,7 +321,7 @@ def chunked_loss(
 
 
 def square_sums(gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
-    """Return the sum of squares of each tensor, with one norm operator for all tensors."""
+    """Return the sum of squares of each gradient, with a single norm operator."""
     tensors = [gradient.float() for gradient in gradients]
     norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
     return torch.stack(norms).square()

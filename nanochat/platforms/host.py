@@ -1,7 +1,7 @@
 """Functions for the host, which every device depends on.
 
-They cover its processor and memory, the compiler's cache, and the environment variables of the
-launcher that tell this process its place in a job.
+They cover the host's processor and memory, the compiler's cache, and the launcher's environment
+variables, which tell this process its ranks in a job.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ MEETING = ("MASTER_ADDR", "MASTER_PORT")  # tell where the processes meet
 
 
 def cpu_flags() -> frozenset[str]:
-    """Return the processor's features as Linux lists them, or an empty set on other systems."""
+    """Return the processor's "flags" in /proc/cpuinfo, or an empty set if it lists none."""
     return frozenset(_cpuinfo("flags").split())
 
 
 def bf16_unit() -> tuple[bool, str]:
     """Return whether the processor multiplies bf16 faster than fp32, and the reason.
 
-    Intel's AVX512-BF16 starts one instruction per cycle, while fp32 starts two: on one thread, a
+    Intel's AVX512-BF16 starts one instruction per cycle instead of fp32's two: on one thread, a
     bf16 matmul reaches 79 GFLOP/s and an fp32 matmul 140 (dev/LOG.md). AMD's is twice as fast as
     fp32. AMX is far faster than both.
     """
@@ -53,14 +53,15 @@ def cpu_model() -> str:
 
 
 def compiler() -> str | None:
-    """Return the path of the C++ compiler ($CXX, g++ or clang++), or None if there is none."""
+    """Return the path of a C++ compiler ($CXX or g++, or clang++), or None if there is none."""
     return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
 
 
 def memory_free() -> int:
     """Return the bytes of memory that a process can still take without making others swap.
 
-    This respects a container's memory limit.
+    A container's limit (cgroup v2) counts too. Systems other than Linux report half of the physical
+    memory.
     """
     try:
         free = 1024 * _number(MEMORY, "MemAvailable:")
@@ -78,7 +79,7 @@ def memory_free() -> int:
 
 
 def _number(path: Path, key: str) -> int:
-    """Return the number that follows a key at the start of a line in a file.
+    """Return the number that follows `key` in the first line that starts with `key`.
 
     Raises StopIteration if no line starts with the key.
     """
@@ -103,10 +104,10 @@ def _cpuinfo(key: str) -> str:
 
 
 def use_compile_cache(base: Path) -> Path:
-    """Return the folder for compiled kernels, which all stages and runs share.
+    """Set TORCHINDUCTOR_CACHE_DIR to the folder for compiled code, and return the folder.
 
-    It is the first usable one of TORCHINDUCTOR_CACHE_DIR, ~/.cache/nanochat/compile_cache (shared by
-    all base folders), `base`/compile_cache and a private folder among the temporary files.
+    It is the first usable one of: the variable's own value, ~/.cache/nanochat/compile_cache (shared
+    by all base folders), `base`/compile_cache and a private folder among the temporary files.
 
     Code in the folder is loaded and run, so a folder that another user could write to is skipped,
     with a warning. The compiler does not quote its command line, so a path with a space or a quote
@@ -140,9 +141,9 @@ def plain_path(path: Path) -> bool:
 
 
 def _is_usable(folder: Path, is_named: bool = False) -> bool:
-    """Return whether this user can write to a folder and no other user can.
+    """Create a folder if it is missing, and return whether only this user can write to it.
 
-    The folder is created if it is missing. A folder that the user has named may be read-only.
+    Warns if others can. A folder that the user has named (`is_named`) may be read-only.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +177,7 @@ def not_private(folder: Path) -> str:
 def _others_write(about: os.stat_result) -> bool:
     """Return whether users other than the owner may write.
 
-    A group whose number equals the owner's is taken to have no other members.
+    A group whose ID equals the owner's user ID is assumed to have no other members.
     """
     if about.st_mode & stat.S_IWOTH:
         return True
@@ -184,7 +185,7 @@ def _others_write(about: os.stat_result) -> bool:
 
 
 def _private_folder() -> Path:
-    """Return a folder among the temporary files that no other user can write to."""
+    """Create or reuse a temporary folder that no other user can write to, and return it."""
     folder = Path(tempfile.gettempdir()) / f"nanochat-compile-cache-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -197,8 +198,8 @@ def prepare_compiling() -> None:
     """Make torch's compiler reuse what earlier processes compiled, even in other checkouts.
 
     Compiled files are named by a hash of the compiler's command line, which contains the path of
-    torch. A link in the cache gives torch a path that is the same for all checkouts, and that has no
-    space or quote.
+    torch. A link in the cache gives torch the same path in all checkouts, without the spaces or
+    quotes that its real path may have.
     """
     from torch._functorch import config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -223,9 +224,9 @@ def prepare_compiling() -> None:
 def keep_freed_memory() -> None:
     """Make glibc's malloc keep the memory that one step frees for the next step.
 
-    It keeps blocks of up to 32 MB, the most that glibc allows. Otherwise malloc maps larger tensors
-    to fresh, zeroed pages each time and returns the pages, which costs a tenth of a training step's
-    CPU time (dev/LOG.md). Other C libraries have no such option and are left alone.
+    This applies to blocks of up to 32 MB, the most that glibc allows. By default, malloc maps large
+    tensors to fresh, zeroed pages each time and returns the pages, which takes a tenth of a step's
+    CPU time in training (dev/LOG.md). Other C libraries are left alone.
     """
     with contextlib.suppress(OSError, AttributeError):
         set_option = ctypes.CDLL(None).mallopt
@@ -235,9 +236,9 @@ def keep_freed_memory() -> None:
 
 
 def give_freed_memory_back() -> None:
-    """Return freed memory to the system, if the C library can do so (glibc can).
+    """Give freed memory back to the system, if the C library can do so (glibc can).
 
-    After compiling, this is 0.5 GB.
+    After compiling, this frees 0.5 GB.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -249,7 +250,7 @@ def give_freed_memory_back() -> None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The place of this process in a job, of which it is the only process by default."""
+    """The ranks of this process in its job; by default, it is the only process."""
 
     rank: int = 0
     local_rank: int = 0
@@ -258,10 +259,10 @@ class Ranks:
 
 
 def read_ranks(met: bool, environ: Mapping[str, str] = os.environ) -> Ranks:
-    """Return this process's place in its job, as the launcher's environment variables give it.
+    """Return this process's ranks in its job, read from the launcher's environment variables.
 
-    An empty variable counts as unset. If `met`, the processes have already met, so no variable needs
-    to say where. Raises UserError (exit code 2) if variables are missing or out of range, because a
+    An empty variable counts as unset. If `met`, the process group already exists, so no address is
+    needed. Raises UserError (exit code 2) if variables are missing or out of range, because a
     process that guessed would wait for the others forever, or train without them.
     """
     variables = {
@@ -308,9 +309,9 @@ def _number_in(
     smallest: int,
     largest: int | None = None,
 ) -> int:
-    """Return the number in a variable, or 0 if the variable is unset.
+    """Return the number in the variable called `name`, or 0 if it is unset or empty.
 
-    Raises UserError (exit code 2) if the value is not a number or out of range.
+    Raises UserError (exit code 2) if the value is not a number or is out of range.
     """
     word = variables[name]
     if not word:

@@ -32,13 +32,13 @@ class OperatorAttention(CausalSelfAttention):
     joined: Product | None = None  # multiplies with the q, k and v matrices at once
 
     def join(self, pack: Pack, dtype: torch.dtype) -> None:
-        """Join the query, key and value matrices into one product, if they can be joined."""
+        """Join the query, key and value matrices into one product, if together.joined() can."""
         if self.joined is None:
             matrices = (self.c_q, self.c_k, self.c_v)
             self.joined = joined(matrices, pack, dtype)
 
     def release(self) -> None:
-        """Multiply with each matrix separately again (see Operations.release)."""
+        """Undo join(), for Operations.release()."""
         self.joined = None
 
     def forward(
@@ -110,14 +110,15 @@ class OperatorMLP(MLP):
 
 
 class OperatorBlock(Block):
-    """A layer whose norms are fused with the sums before them."""
+    """A layer whose second norm the platform may fuse with the sum before it."""
 
     operations: Operations
 
     def units(self) -> Layer:
-        """Return the layer's matrices, grouped as they are multiplied.
+        """Return the layer's matrices, grouped into units that are multiplied as one matrix.
 
-        The order is MLP in, MLP out, queries with keys and values, attention out, and any gate.
+        The order is MLP input, MLP output, queries with keys and values, attention output, and the
+        gate, if any.
         """
         attn = self.attn
         mlp = self.mlp
@@ -132,7 +133,7 @@ class OperatorBlock(Block):
         return units
 
     def use(self, cast_weights: Sequence[Tensor] | None) -> None:
-        """Make the layer multiply with these copies of its units(), which have the compute dtype.
+        """Make the layer multiply by `cast_weights`, copies of its units() in the compute dtype.
 
         With None, each matrix is cast wherever it is used.
         """
@@ -164,7 +165,7 @@ class OperatorHead(Head):
     operations: Operations
 
     def logits(self, x: Tensor) -> Tensor:
-        """Implement Head.logits with the softcap of the platform."""
+        """Implement Head.logits with the platform's softcap."""
         return self.operations.softcap(self.scores(x))
 
     def loss(
@@ -173,7 +174,7 @@ class OperatorHead(Head):
         targets: Tensor,  # (N,)
         weights: Tensor | None,  # (N,)
     ) -> Tensor:
-        """Implement Head.loss with the loss function of the platform."""
+        """Implement Head.loss with the platform's loss."""
         return self.operations.loss(
             x,
             self.weight,
@@ -185,7 +186,7 @@ class OperatorHead(Head):
 
 
 class OperatorGPT(GPT):
-    """A GPT whose computations outside the layers are done by the platform."""
+    """A GPT that leaves computations outside its layers to the platform too."""
 
     operations: Operations
 
@@ -195,12 +196,12 @@ class OperatorGPT(GPT):
         return self.operations.rotary_tables(length, D, self.device, self.dtype)
 
     def embed(self, idx: Tensor) -> Tensor:
-        """Implement GPT.embed with the norm of the platform."""
+        """Implement GPT.embed with the platform's norm."""
         embedding = self.wte(idx).to(self.dtype)
         return self.operations.norm(embedding)
 
     def smear(self, x: Tensor, context: Context) -> Tensor:
-        """Implement GPT.smear with the operators of the platform."""
+        """Implement GPT.smear with the platform's operators."""
         previous = None if whole_rows(context) else context.previous(x)
         return self.operations.smear(x, previous, self.smear_gate, self.smear_lambda)
 
@@ -211,7 +212,7 @@ class OperatorGPT(GPT):
         resid_lambda: Tensor,  # ()
         x0_lambda: Tensor,  # ()
     ) -> tuple[Tensor, Tensor]:
-        """Implement GPT.mix with the operators of the platform."""
+        """Implement GPT.mix with the platform's operators."""
         return self.operations.mix(x, x0, resid_lambda, x0_lambda)
 
     def backout(
@@ -219,12 +220,12 @@ class OperatorGPT(GPT):
         x: Tensor,  # (B, T, C)
         middle: Tensor,  # (B, T, C)
     ) -> Tensor:
-        """Implement GPT.backout with the operators of the platform."""
+        """Implement GPT.backout with the platform's operators."""
         remainder = self.operations.backout(x, middle, self.backout_lambda)
         return self.operations.norm(remainder)
 
     def log_totals(self, logits: Tensor) -> Tensor | None:
-        """Return the log-sum-exp of each row of logits, or None if log_softmax costs less."""
+        """Return the log-sum-exp of each row of logits, or None if log_softmax is cheaper."""
         return self.operations.log_totals(logits)
 
     def hidden(self, idx: Tensor, context: Context | None = None) -> Tensor:
@@ -259,10 +260,7 @@ LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def operations_of(model: nn.Module) -> Operations:
-    """Return the operations with which a model computes.
-
-    These are plain torch operations, unless accelerate() has given the model others.
-    """
+    """Return the operations that accelerate() has given a model, or else plain torch ones."""
     attention = getattr(model, "attention", None)
     if isinstance(attention, Operations):
         return attention
@@ -270,10 +268,10 @@ def operations_of(model: nn.Module) -> Operations:
 
 
 def accelerate(model: Model, operations: Operations) -> Counter[str]:
-    """Make a model compute with the operators of a device.
+    """Make a model compute with a device's operators, and return how many modules were swapped.
 
-    Returns how many layers were swapped, by the name of their new class. Call this before the model
-    is sharded or compiled.
+    They are counted by the name of their new class. Call this before the model is sharded or
+    compiled.
     """
     module = cast(Any, model)
     module.attention = operations
@@ -294,7 +292,7 @@ def accelerate(model: Model, operations: Operations) -> Counter[str]:
 
 
 def _set_chunks(model: nn.Module, operations: Operations) -> None:
-    """Set how many logits the head of a model computes at a time on this device."""
+    """Set how many logits a model's head may compute at a time, as `operations` prescribe."""
     for module in model.modules():
         if isinstance(module, Head):
             module.loss_tokens = operations.loss_chunk
@@ -306,7 +304,7 @@ def _set_chunks(model: nn.Module, operations: Operations) -> None:
 
 
 def matrices_named(model: Model, endings: tuple[str, ...]) -> dict[str, Linear]:
-    """Return the matrices of a model whose names have one of these endings, by name."""
+    """Return a dict of a model's Linear modules whose names end with one of `endings`, by name."""
     module = cast(nn.Module, model)
     return {
         name: matrix

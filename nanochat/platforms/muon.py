@@ -14,7 +14,7 @@ from nanochat.platforms.together import as_stack, place_together
 
 
 class ForeachMuon(MuonArithmetic):
-    """Does Muon's arithmetic with one launch for all matrices of a shape, and the same bits."""
+    """Does Muon's arithmetic, bit for bit, but subtracts from all matrices of a shape at once."""
 
     def subtract(
         self,
@@ -23,7 +23,7 @@ class ForeachMuon(MuonArithmetic):
         lr: float | Tensor,
         weight_decay: float | Tensor,
     ) -> None:
-        """See MuonArithmetic.subtract."""
+        """Implement MuonArithmetic.subtract for all matrices at once."""
         if weight_decay:
             stack = torch.stack(list(matrices))
             agrees = (updates * stack >= 0).to(stack.dtype)
@@ -44,7 +44,7 @@ class FusedMuon(MuonArithmetic):
     is_capturable = True
 
     def place(self, matrices: Sequence[nn.Parameter]) -> None:
-        """Move matrices of one shape into one block of memory."""
+        """Move the matrices of each shape into one block of memory."""
         place_together(matrices)
 
     def update(
@@ -54,9 +54,9 @@ class FusedMuon(MuonArithmetic):
         beta: float,
         lr: float | Tensor,
     ) -> Tensor:
-        """Return the updates, including the learning rate.
+        """Return the updates, including the learning rate, and change `variance` in place.
 
-        All norms and factors are derived from row norms, to read large tensors rarely.
+        Norms and factors are derived from those of rows or columns, to read large tensors rarely.
         """
         x = polar_express(_equilibrated(g))
         size = min(g.size(-2), g.size(-1)) ** 0.5  # the Frobenius norm of an update
@@ -83,7 +83,7 @@ class FusedMuon(MuonArithmetic):
         lr: float | Tensor,
         weight_decay: float | Tensor,
     ) -> None:
-        """Subtract updates that already include the learning rate from the matrices, in place."""
+        """Implement MuonArithmetic.subtract for updates that already include the learning rate."""
         decay = lr * weight_decay
         stack = as_stack(matrices)
         agrees = (updates * stack >= 0) * decay

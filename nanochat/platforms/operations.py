@@ -22,7 +22,7 @@ from nanochat.linear import Linear
 from nanochat.muon import MuonArithmetic
 from nanochat.platforms.together import HasUnits, restore
 
-ROW_GRAIN = 256  # a loss that skips tokens reads a multiple of this many
+ROW_GRAIN = 256  # a loss that skips tokens reads a multiple of this number of tokens
 # A score that vanishes in a softmax, even in fp16, and that stays finite when another is added.
 HIDDEN = -3e4
 KernelChoice = Literal["auto", "fused", "plain"]  # which operators a user may ask for
@@ -46,7 +46,7 @@ def times(
     x: Tensor,
     cast_weight: Tensor | None,  # the weight in the compute dtype, if it was already cast
 ) -> Tensor:
-    """Return the product of x and a matrix, using the weight that was already cast, if any."""
+    """Return the product of x and a matrix, using `cast_weight` if it is given."""
     if cast_weight is None:
         return matrix(x)
     return F.linear(x, cast_weight)
@@ -89,16 +89,16 @@ class Operations(PlainAttention):
     # --- serving ---------------------------------------------------------------------------------
 
     def serve(self, model: nn.Module) -> None:
-        """Prepare a model to multiply in the device's fastest way, for inference.
+        """Prepare a model for inference in the device's fastest way.
 
-        Weights must not change until release(). Weights that nothing else reads become empty.
+        Its weights must not change until release(). Those that nothing else reads may become empty.
         """
 
     def release(self, model: nn.Module) -> None:
-        """Undo serve() by giving every weight its shape again, so that a model can load others.
+        """Undo serve(), so that a model can load other weights.
 
-        Weights that serve() emptied are not initialized: load all parameters, and then call serve()
-        again.
+        Weights that serve() emptied regain their shapes, but not their values: load all parameters,
+        and then call serve() again.
         """
         for module in model.modules():
             if hasattr(module, "multiply"):
@@ -112,10 +112,7 @@ class Operations(PlainAttention):
     # --- what a user is told ---------------------------------------------------------------------
 
     def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
-        """Return why a GPT training step is as fast uncompiled as compiled.
-
-        Returns "" if compiling is worthwhile.
-        """
+        """Return why compiling would not speed up the training of a GPT, or "" if it may."""
         return ""
 
     # --- norms -----------------------------------------------------------------------------------
@@ -125,7 +122,7 @@ class Operations(PlainAttention):
         return rms_norm(x)
 
     def norm_and_keep(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (..., C)
-        """Return norm(x), and the x that the caller must use from then on."""
+        """Return norm(x), and an x to use from then on, so that both gradients can be joined."""
         return self.norm(x), x
 
     def add_norm(
@@ -143,7 +140,7 @@ class Operations(PlainAttention):
         weight: Tensor,  # (C,) fp32, or (H, C) for x (..., H, C)
         epsilon: float,
     ) -> Tensor:
-        """Return x, RMS-normalized over the last dimension, times a weight for each channel."""
+        """Return the RMS norm of x over the last dimension, times a weight for each channel."""
         from nanochat.models.qwen.functions import weighted_norm
 
         return weighted_norm(x, weight, epsilon)
@@ -169,9 +166,9 @@ class Operations(PlainAttention):
         dtype: torch.dtype,
         base: float = 100_000,
     ) -> tuple[Tensor, Tensor]:  # (length, D/2) each
-        """Return the cosines and sines of the rotary embedding, in the layout of rotary().
+        """Return the cosines and sines of the rotary embedding, in the layout that rotary() reads.
 
-        See RoFormer, arXiv 2104.09864.
+        Source: RoFormer, arXiv 2104.09864.
         """
         return rotary_tables(length, head_dim, device, dtype, base)
 
@@ -183,7 +180,8 @@ class Operations(PlainAttention):
     ) -> Tensor:
         """Return x with channel pairs (i, i + D/2) rotated by -theta, as upstream does.
 
-        Only relative angles matter, so the sign has no effect on attention.
+        The direction is only a convention, but it must match the one the weights were trained with;
+        to rotate the other way, negate `sin`.
         """
         return rotate(x, cos, sin)
 
@@ -195,7 +193,7 @@ class Operations(PlainAttention):
         cos: Tensor,  # from rotary_tables
         sin: Tensor,
     ) -> Tensor:  # (B, T, H, D)
-        """Return each head after weighted_norm() and then rotary()."""
+        """Return the heads after weighted_norm() and then rotary()."""
         normed = self.weighted_norm(x, weight, epsilon)
         return self.rotary(normed, cos, sin)
 
@@ -209,10 +207,9 @@ class Operations(PlainAttention):
         sharpen: float,
         joined_weight: Tensor | None = None,  # the matrices as one, from cast_together()
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
-        """Return values, and queries and keys rotated, normalized and multiplied by `sharpen`.
+        """Return the queries and keys, rotated, normalized and times `sharpen`, and the values.
 
-        The order is queries, keys, values. A device may skip the factor `sharpen` here and include
-        it in softmax_scale() instead.
+        A device may instead include the factor `sharpen` in softmax_scale().
         """
         q, k, v = multiplied(x, matrices, head_dim)
         q = self.norm(self.rotary(q, cos, sin)) * sharpen
@@ -232,21 +229,21 @@ class Operations(PlainAttention):
         # The matrices as one, and the gate's, from cast_together().
         cast_weights: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
-        """Return heads(), with 3 sigmoid(gate) times the value embedding added to the values."""
+        """Return the results of heads(), with 3 sigmoid(gate) times `value` added to the values."""
         q, k, v = self.heads(x, matrices, head_dim, cos, sin, sharpen)
         logits = gate(_first_channels(x, gate))
         opened = 3 * torch.sigmoid(logits)
         return q, k, v + opened.unsqueeze(-1) * value.view_as(v)
 
     def offset_keys(self, k: Tensor) -> Tensor:  # (B, T, Hkv, D)
-        """Return keys of whole sequences with half of each taken from the token before.
+        """Return k with half of each key taken from the token before (see gpt.offset_keys).
 
-        See gpt.offset_keys.
+        Every row is one whole sequence.
         """
         return offset_keys(k, Rows().previous(k))
 
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
-        """Return the factor for the scores of attend() after heads(), or None for 1/sqrt(D)."""
+        """Return the `scale` to pass to attend() after heads(), or None for 1/sqrt(D)."""
         return None
 
     def project(
@@ -265,9 +262,9 @@ class Operations(PlainAttention):
         layers: Sequence[HasUnits],
         dtype: torch.dtype,
     ) -> list[list[Tensor]] | None:
-        """Return the matrices of all layers in the compute dtype, one for each of their units().
+        """Return for each layer a list of its units() as matrices in `dtype`.
 
-        Returns None if each use casts its own matrix.
+        Returns None if each matrix is to be cast wherever it is used.
         """
         return None
 
@@ -279,7 +276,7 @@ class Operations(PlainAttention):
         # Both matrices in the compute dtype, from cast_together().
         cast_weights: Sequence[Tensor | None],
     ) -> Tensor:  # (..., C)
-        """Return x after two matrices with a squared ReLU between them."""
+        """Return x multiplied by two matrices, with a squared ReLU in between."""
         into_weight, out_weight = cast_weights
         inner = self.squared_relu(times(into, x, into_weight))
         return times(out, inner, out_weight)
@@ -289,7 +286,7 @@ class Operations(PlainAttention):
         return F.relu(x).square()
 
     def swiglu(self, x: Tensor) -> Tensor:  # (..., 2 N) -> (..., N)
-        """Return silu(first half of the channels) times the second half, without gradients."""
+        """Return silu(first half of the channels) times the second half, for inference."""
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
@@ -303,7 +300,7 @@ class Operations(PlainAttention):
         gate: nn.Module,  # from the first channels of x to (B, T, 1)
         smear_lambda: Tensor,  # (1,) fp32
     ) -> Tensor:  # (B, T, C)
-        """Return x plus smear_lambda sigmoid(gate) times the x of the token before."""
+        """Return x plus smear_lambda sigmoid(gate(x)) times the x of the token before."""
         if previous is None:
             previous = Rows().previous(x)
         opened = torch.sigmoid(gate(_first_channels(x, gate)))
@@ -331,7 +328,7 @@ class Operations(PlainAttention):
     # --- logits and loss -------------------------------------------------------------------------
 
     def softcap(self, logits: Tensor) -> Tensor:  # (..., V) -> (..., V) fp32
-        """See loss.softcap."""
+        """Return logits squashed smoothly to (-15, 15); see loss.softcap."""
         return loss.softcap(logits)
 
     def log_totals(self, logits: Tensor) -> Tensor | None:  # (B, V) fp32 -> (B,)
@@ -348,7 +345,7 @@ class Operations(PlainAttention):
         chunk: int,
         capped: bool = True,
     ) -> Tensor:  # () fp32
-        """See loss.chunked_loss."""
+        """Return the weighted sum of the tokens' losses in nats; see loss.chunked_loss."""
         x, targets, weights = self.with_targets(x, targets, weights)
         return loss.chunked_loss(x, head, targets, vocab, weights, chunk, capped)
 
@@ -358,10 +355,11 @@ class Operations(PlainAttention):
         targets: Tensor,  # (N,) token ids, -1 = ignored
         weights: Tensor | None,  # (N,)
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # (n, C), (n,), (n,)
-        """Return the arguments of a loss without most of the tokens that have no target.
+        """Return the arguments without most of the tokens that have no target.
 
-        Tokens are dropped only if skips_masked is set. The number that remains is a multiple of
-        ROW_GRAIN, because tensors of many different sizes reuse memory less often.
+        Tokens are dropped only in uncompiled code, and if skips_masked is set. A multiple of
+        ROW_GRAIN tokens then remains if there are enough, because tensors of many different sizes
+        reuse memory less often.
         """
         if not self.skips_masked or is_compiling():  # compiled code wants one shape
             return x, targets, weights
@@ -376,7 +374,7 @@ class Operations(PlainAttention):
         return x[rows], targets[rows], row_weights
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
-        """Return the sum of squares of each tensor."""
+        """Return the sum of squares of each gradient."""
         sums = [gradient.float().square().sum() for gradient in gradients]
         return torch.stack(sums)
 

@@ -36,7 +36,7 @@ class Host(Platform):
 
     @property
     def module(self) -> None:
-        """None: the host needs no driver."""
+        """The driver module: None, because the host needs none."""
         return None
 
     def unavailable(self) -> str:
@@ -44,21 +44,15 @@ class Host(Platform):
         return ""
 
     def count(self) -> int:
-        """Return one, however many ranks share the host."""
+        """Return 1, however many ranks share the host."""
         return 1
 
     def is_slow(self) -> bool:
-        """Return whether the processor lacks 512-bit registers.
-
-        Such registers make a step two to three times as fast.
-        """
+        """Return whether the processor lacks AVX-512, which makes steps 2 to 3 times as fast."""
         return "avx512f" not in host.cpu_flags()
 
     def best_dtype(self) -> tuple[torch.dtype, str]:
-        """Return bf16 if the processor multiplies it faster than fp32, or else fp32, and why.
-
-        On other processors bf16 is emulated, or no faster.
-        """
+        """Return bf16 if the processor multiplies it faster than fp32, or else fp32, and why."""
         faster, reason = host.bf16_unit()
         return (torch.bfloat16 if faster else torch.float32), reason
 
@@ -73,7 +67,7 @@ class Host(Platform):
 
     @property
     def collectives(self) -> str:
-        """The only backend, gloo."""
+        """The process group's backend, gloo."""
         return self.backend
 
     def prepare_sharding(self) -> None:
@@ -82,7 +76,7 @@ class Host(Platform):
             _fix_fsdp()
 
     def operations(self, choice: KernelChoice) -> Operations:
-        """Return the plain-torch operations.
+        """Return plain-torch operations; if `choice` is plain, Muon updates matrices one by one.
 
         Raises UserError if fused kernels were requested.
         """
@@ -90,7 +84,7 @@ class Host(Platform):
         return Operations(stacks_matrices=choice != "plain")
 
     def default_operations(self) -> Operations:
-        """Return the operations for a Compute that no launcher created, such as a test's."""
+        """Return the operations of a Compute that is created without any, such as a test's."""
         return Operations()
 
     def synchronize(self) -> None:
@@ -98,11 +92,11 @@ class Host(Platform):
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Do nothing, because each thread makes its own copies."""
+        """Do nothing, because copies overlap with other threads' work anyway."""
         yield
 
     def int8_missing(self, dtype: torch.dtype) -> str:
-        """See Platform.int8_missing."""
+        """Return "" if `dtype` is bf16, or else that 8-bit matrices would be no faster."""
         if dtype == torch.bfloat16:
             return ""
         name = dtype_name(dtype)
@@ -116,14 +110,11 @@ class Host(Platform):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def memory_reachable(self) -> int:
-        """Return the size of physical memory, because other processes' pages can be reclaimed."""
+        """Return the size of physical memory in bytes, as if no other process used any."""
         return self.memory_total()
 
     def memory_free(self) -> int:
-        """Return the bytes that this process can still take without making others swap.
-
-        This respects a container's memory limit.
-        """
+        """Return the bytes that this process can still take; see host.memory_free()."""
         return host.memory_free()
 
     def memory_peak(self) -> int:
@@ -132,14 +123,14 @@ class Host(Platform):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def start_memory_watch(self) -> None:
-        """Do nothing, because the host has nothing to reset."""
+        """Do nothing, because memory_taken() is not supported on the host."""
 
     def memory_taken(self) -> int:
-        """Raise NotImplementedError, because passes are not probed on the host."""
+        """Raise NotImplementedError, because no pass's memory is measured on the host."""
         raise NotImplementedError("passes are not probed on the host")
 
     def graphs_missing(self) -> str:
-        """Return that a CPU launches no operators that a graph could hold."""
+        """Return the reason: a CPU launches no operators that a graph could hold."""
         return tr("the device is a CPU, which launches no operators that a graph could hold")
 
     def compiler_missing(self) -> str:
@@ -152,7 +143,7 @@ class Host(Platform):
         return ""
 
     def prepare_compiling(self) -> None:
-        """Prepare compiling, with a fixed order in which threads add to the rows of tables."""
+        """Use the compiler's cache, and make torch deterministic if it has several threads."""
         super().prepare_compiling()
         os.environ.setdefault("TORCH_WARM_POOL", "0")  # these processes only compile for GPUs
         if torch.get_num_threads() > 1:
@@ -163,10 +154,10 @@ class Host(Platform):
 
     @contextlib.contextmanager
     def saving_memory(self, tokens: int) -> Iterator[None]:
-        """Recompute all but matmuls in the backward pass, if passes are too large for the caches.
+        """Make models compiled in this block recompute cheap values if `tokens` is above 4,096.
 
-        This affects norms, rotations and squares. It saves half the memory of activations, and 5 %
-        of the time at 16,384 tokens. At 4,096 tokens it would cost 5 % more time.
+        Recomputing norms, rotations and squares in the backward pass saves half the memory of
+        activations, and 5 % of the time at 16,384 tokens. At 4,096 tokens it would take 5 % longer.
         """
         if tokens <= PASS_TOKENS:
             yield
@@ -183,7 +174,7 @@ class Host(Platform):
 
 
 def _has_averages() -> bool:
-    """Return whether gloo can average, as FSDP2 requires. In torch 2.7 it cannot."""
+    """Return whether gloo can average, which FSDP2 requires. In torch 2.7 it cannot."""
     try:
         dist.all_reduce(torch.ones(1), dist.ReduceOp.AVG)
     except RuntimeError:
@@ -194,8 +185,8 @@ def _has_averages() -> bool:
 def _fix_fsdp() -> None:
     """Add the two features that FSDP2 of torch 2.7 lacks on CPUs.
 
-    FSDP2 requests averages, for which gloo's all-reduce raises an error and its reduce-scatter
-    silently returns the sum. This makes FSDP2 sum and divide instead, as it does for fp16. With
+    FSDP2 requests averages, but gloo's all-reduce then raises an error, and its reduce-scatter
+    silently returns the sum. So FSDP2 is made to sum and divide instead, as it does for fp16. With
     replicas, FSDP2 also waits for an event that a CPU stream never records.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives

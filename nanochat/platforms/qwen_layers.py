@@ -1,6 +1,6 @@
 """Qwen layers that compute with the operators of a platform.
 
-As in layers.py, their parameters have the same names as in the plain layers. The formulas are the
+As in layers.py, the parameters have the same names as in the plain layers. The formulas are the
 same as in models/qwen/layers.py.
 """
 
@@ -21,10 +21,10 @@ from nanochat.platforms.together import Pack, Product, joined
 
 
 class Joined:
-    """Multiplies with several matrices at once, for inference.
+    """Multiplies by several matrices at once, for inference.
 
     The matrices have the same inputs and no biases. Each matrix keeps an empty weight, and its
-    adapter still adds to its outputs.
+    adapter, if any, still adds to its outputs.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Joined:
         pack: Pack,
         dtype: torch.dtype,
     ) -> "Joined | None":
-        """Return the joined matrices, or None if joined() cannot join them."""
+        """Return the matrices as one Joined, or None if joined() cannot join them."""
         multiply = joined(matrices, pack, dtype)
         if multiply is None:
             return None
@@ -50,7 +50,7 @@ class Joined:
 
     @property
     def plain(self) -> bool:
-        """True if no matrix has an adapter."""
+        """Whether no matrix has an adapter."""
         return all(matrix.adapter is None for matrix in self._matrices)
 
     def __call__(self, x: Tensor) -> list[Tensor]:  # (..., inputs) -> (..., outputs) of each matrix
@@ -75,7 +75,7 @@ class OperatorVocabulary(Vocabulary):
         targets: Tensor,  # (N,)
         weights: Tensor | None,  # (N,)
     ) -> Tensor:
-        """Implement Vocabulary.loss with the loss function of the platform."""
+        """Implement Vocabulary.loss with the platform's loss."""
         return self.operations.loss(
             x,
             self.weight,
@@ -95,7 +95,7 @@ class OperatorNorm(Norm):
 
     @property
     def scale(self) -> Tensor:  # (C,) fp32
-        """Implement Norm.scale with the scale that settle() computed, if there is one."""
+        """The factor of each channel, computed in advance if settle() was called."""
         if self.settled is not None:
             return self.settled
         return self.weight.float() + self.one
@@ -105,7 +105,7 @@ class OperatorNorm(Norm):
         self.settled = self.scale.detach()
 
     def release(self) -> None:
-        """Compute the scale from the weights at each use again (see Operations.release)."""
+        """Undo settle(), for Operations.release()."""
         self.settled = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,19 +116,19 @@ class OperatorNorm(Norm):
         x: Tensor,  # (..., C)
         y: Tensor,  # (..., C)
     ) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + y, and x + y."""
+        """Return the norm of x + y, and x + y itself."""
         return self.operations.add_weighted_norm(x, y, self.scale, self.epsilon)
 
 
 class OperatorAttention(Attention):
-    """Attention whose matrices can be joined, with heads that the platform norms and rotates."""
+    """Attention whose input matrices can be joined, and whose heads the platform rotates."""
 
     operations: Operations
     joined: Joined | None = None
     norm_weights: Tensor | None = None  # (H + Hkv, D), the norm weight of each head, once joined
 
     def join(self, pack: Pack, dtype: torch.dtype) -> None:
-        """Join the query, key and value matrices, if they can be joined."""
+        """Join the query, key and value matrices into one product, if joined() can."""
         matrices = (self.q_proj, self.k_proj, self.v_proj)
         all_matrices = Joined.of(matrices, pack, dtype)
         if all_matrices is None:
@@ -141,7 +141,7 @@ class OperatorAttention(Attention):
             self.norm_weights = torch.cat((q_weights, k_weights))
 
     def release(self) -> None:
-        """Multiply with each matrix separately again (see Operations.release)."""
+        """Undo join(), for Operations.release()."""
         self.joined = None
 
     def heads(
@@ -187,7 +187,7 @@ class OperatorAttention(Attention):
         return self.rotated(normed, rotary)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Implement Attention.rotate with the rotary operator of the platform."""
+        """Implement Attention.rotate with the platform's operator."""
         return self.operations.rotary(x, cos, sin)
 
 
@@ -196,19 +196,19 @@ def _norm_weight(norm: Norm) -> Tensor:  # (D,) fp32
 
 
 class OperatorMLP(MLP):
-    """An MLP whose first two matrices can be joined."""
+    """An MLP whose gate and up matrices can be joined."""
 
     operations: Operations
     joined: Joined | None = None
 
     def join(self, pack: Pack, dtype: torch.dtype) -> None:
-        """Join the first two matrices, if they can be joined."""
+        """Join the gate and up matrices into one product, if joined() can."""
         if self.joined is None:
             matrices = (self.gate_proj, self.up_proj)
             self.joined = Joined.of(matrices, pack, dtype)
 
     def release(self) -> None:
-        """Multiply with each matrix separately again (see Operations.release)."""
+        """Undo join(), for Operations.release()."""
         self.joined = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class OperatorMLP(MLP):
 
 
 class OperatorBlock(Block):
-    """A layer whose second norm is fused with the sum before it."""
+    """A layer whose second norm the platform may fuse with the sum before it."""
 
     operations: Operations
 
@@ -245,7 +245,10 @@ class OperatorQwen(Qwen):
     operations: Operations
 
     def rotary_tables(self, length: int) -> tuple[Tensor, Tensor]:
-        """Implement Qwen.rotary_tables with tables in the layout that the platform reads."""
+        """Implement Qwen.rotary_tables with tables in the layout that the platform reads.
+
+        The sines are negated, because Qwen rotates the opposite way to our GPT.
+        """
         c = self.config
         cos, sin = self.operations.rotary_tables(
             length,
@@ -257,7 +260,7 @@ class OperatorQwen(Qwen):
         return cos, -sin
 
     def log_totals(self, logits: Tensor) -> Tensor | None:
-        """Return the log-sum-exp of each row of logits, or None if log_softmax costs less."""
+        """Return the log-sum-exp of each row of logits, or None if log_softmax is cheaper."""
         return self.operations.log_totals(logits)
 
 

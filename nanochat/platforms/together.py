@@ -1,7 +1,7 @@
-"""Functions that cast, place or multiply with several matrices at once.
+"""Functions that cast, move or multiply by several matrices at once.
 
-They are for devices on which every operator costs a launch. They are fastest if matrices of one
-shape are adjacent in memory, but give the same results otherwise, by copying the matrices.
+They are for devices on which every operator costs a launch. Casts are fastest if matrices of one
+shape are adjacent in memory. Otherwise they copy the matrices first, with the same results.
 """
 
 from collections import defaultdict
@@ -23,19 +23,19 @@ Pack = Callable[[Tensor], Product]
 
 
 class HasUnits(Protocol):
-    """A layer that reports which of its matrices are multiplied as one."""
+    """A layer that reports which of its matrices are multiplied as one (Protocol)."""
 
     def units(self) -> Layer: ...
 
 
 def empty_weight(matrix: nn.Linear) -> None:
-    """Free the weight of a matrix whose product another function computes from then on."""
+    """Replace a matrix's weight with an empty one, because another function now multiplies."""
     nothing = matrix.weight.new_empty(0)
     matrix.weight = nn.Parameter(nothing, requires_grad=False)
 
 
 def restore(matrix: nn.Linear) -> None:
-    """Give a matrix whose weight is empty an uninitialized weight of the right shape."""
+    """If a matrix's weight is empty, replace it with an uninitialized one of the right shape."""
     if matrix.weight.numel():
         return
     shape = (matrix.out_features, matrix.in_features)
@@ -48,10 +48,10 @@ def joined(
     pack: Pack,
     dtype: torch.dtype,
 ) -> Product | None:
-    """Return a function that multiplies with all matrices at once, for inference.
+    """Return a function that multiplies by all matrices at once, for inference.
 
     The matrices themselves are left with empty weights. Returns None and changes nothing if any
-    matrix has a bias, another dtype or an empty weight, or already multiplies in another way.
+    matrix has a bias, a dtype other than `dtype`, an empty weight or a `multiply` hook.
     """
     for matrix in matrices:
         if not _can_join(matrix, dtype):
@@ -74,7 +74,7 @@ def _can_join(matrix: Linear, dtype: torch.dtype) -> bool:
 
 
 def as_stack(tensors: Sequence[Tensor]) -> Tensor:  # (K, *shape)
-    """Return tensors of one shape as one tensor, without a copy if they are adjacent."""
+    """Return tensors of one shape stacked, without a copy if they are adjacent in memory."""
     if not _are_side_by_side(tensors):
         return torch.stack(list(tensors))
     first = tensors[0]
@@ -101,7 +101,7 @@ def _are_side_by_side(tensors: Sequence[Tensor]) -> bool:
 
 
 def place_together(parameters: Sequence[nn.Parameter]) -> None:
-    """Move the parameters of each shape to one block of memory, keeping their order.
+    """Move the parameters of each shape into one block of memory, in the given order.
 
     The Parameter objects stay the same.
     """
@@ -127,9 +127,9 @@ def cast_together(
     layers: Sequence[Layer],
     dtype: torch.dtype,
 ) -> list[list[Tensor]]:
-    """Return each unit of each layer as one matrix in `dtype`, with gradients.
+    """Return for each layer a list of its units, each one matrix in `dtype`, with gradients.
 
-    A forward pass calls this once, instead of casting each matrix wherever it is used.
+    A forward pass calls this once, instead of casting matrices one by one.
     """
     units = list(chain.from_iterable(layers))
     parameters = chain.from_iterable(units)
@@ -141,7 +141,7 @@ def cast_together(
 class _Cast(torch.autograd.Function):
     """Casts all parameters, and in the backward pass all gradients, with one operator per shape.
 
-    The parameters are arguments in addition to the units, because autograd must see them.
+    The parameters are passed in addition to the units, because autograd must see them.
     """
 
     @staticmethod

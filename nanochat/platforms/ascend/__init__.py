@@ -4,7 +4,7 @@ The package supports every chip that torch_npu knows, uses the fused operators t
 and explains errors of torch_npu, HCCL and the driver, with advice on what to do. Its files, in
 reading order:
 
-platform.py     answers for an NPU what the project asks of a device
+platform.py     implements the Platform interface for NPUs
 chips.py        lists the chips by SoC version: their memory, number formats and rates
 kernels.py      computes attention, norms and rotary embeddings with Ascend's operators
 operators.py    selects fused operators one by one, for the 950 and for unknown chips

@@ -146,7 +146,7 @@ CHIPS = (
 
 
 def chip_of(soc: int) -> AscendChip | None:
-    """Return the chip with a SoC version, or None if the table does not have that version."""
+    """Return the chip whose SoC version is `soc`, or None if it is not in the table."""
     for chip in CHIPS:
         if soc in chip.socs:
             return chip

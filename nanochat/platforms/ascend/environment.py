@@ -27,10 +27,9 @@ FIRST_WITH_TORCHS_NAME: dict[tuple[int, ...], int] = {(2, 10): 7, (2, 11): 3, (2
 
 
 def allocator_variable(torch_npu: str) -> str:
-    """Return the name of the environment variable that configures the memory allocator.
+    """Return the name of the environment variable that configures torch_npu's allocator.
 
-    It is torch's own name if the version `torch_npu` reads that one, and torch_npu's name
-    otherwise.
+    It is PYTORCH_ALLOC_CONF if the version `torch_npu` reads that, or else PYTORCH_NPU_ALLOC_CONF.
     """
     torchs_name, own_name = ALLOCATORS
     version = re.match(r"(\d+)\.(\d+)", torch_npu)
@@ -49,12 +48,12 @@ def prepare_loading(
     torch_npu: str,
     environ: MutableMapping[str, str] = os.environ,
 ) -> str:
-    """Set the environment variables that the version `torch_npu` reads while it loads.
+    """Set the environment variables that torch_npu reads, and return why loading it would abort.
 
-    Returns why loading would abort, or "" if it would not. Variables that the user has set are
+    Returns "" if it would not. `torch_npu` is its version. Variables that the user has set are
     kept.
 
-    The task queue lets Python run ahead of the device, the CPU affinity keeps its threads on nearby
+    The task queue lets Python run ahead of the device, the CPU affinity keeps threads on nearby
     cores, and expandable segments keep memory from fragmenting. torch_npu aborts the process if
     both names of the allocator's variable are set.
     """
@@ -70,8 +69,8 @@ def prepare_loading(
 def prepare_collectives(environ: MutableMapping[str, str] = os.environ) -> int:
     """Set HCCL's environment variables, and return the process group's time-out in seconds.
 
-    Variables that the user has set are kept. The ranks may take minutes to load before they first
-    meet. Each time-out must exceed those that can expire within it, because otherwise the original
+    Variables that the user has set are kept. Ranks get 20 minutes to connect, because loading can
+    take minutes. Each time-out must exceed those that can expire within it, or else the original
     cause is never reported.
     """
     environ.setdefault("HCCL_CONNECT_TIMEOUT", "1200")
@@ -88,8 +87,7 @@ def prepare_collectives(environ: MutableMapping[str, str] = os.environ) -> int:
 def card_file(environ: Mapping[str, str] = os.environ) -> str:
     """Return the device file of this host's first card, or "" if the host has no card.
 
-    torch_npu need not be able to use the card. Tests set ASCEND_ROOT_PREFIX to the root folder of a
-    fake host.
+    Tests set ASCEND_ROOT_PREFIX to the root folder of a fake host.
     """
     folder = Path(environ.get("ASCEND_ROOT_PREFIX", "") + "/dev")
     cards = []
@@ -104,7 +102,7 @@ def card_file(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def port_taken(port: int) -> bool:
-    """Return whether another process on this host listens on a port."""
+    """Return whether a port cannot be bound, most often because a process listens on it."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -118,9 +116,9 @@ def _claim(port: int) -> socket.socket | None:
     """Return a socket that reserves a port for this job, or None if another process reserved it.
 
     Collectives bind their ports only when the ranks first meet, so jobs that start together would
-    all find the same ports free. A job therefore also binds a name for each port among the kernel's
-    abstract Unix sockets. These names belong to the same network as the ports (also in containers
-    with --network host), and vanish when the process ends, however it ends.
+    all find the same ports free. A job therefore also binds an abstract Unix socket for each port.
+    The names of such sockets belong to the same network as the ports (also in containers with
+    --network host), and vanish when the process ends, however it ends.
     """
     claim = socket.socket(socket.AF_UNIX)
     try:
@@ -142,9 +140,9 @@ class PortBlocks:
         self._held: dict[int, list[socket.socket]] = {}
 
     def hold(self, base: int) -> int:
-        """Reserve the block of ports that starts at `base`.
+        """Reserve the block of ports that starts at `base`, and return 0.
 
-        Returns 0, or the first port that another process has taken; then nothing is reserved.
+        If another process has taken a port of the block, returns that port and reserves nothing.
         """
         if base in self._held:
             return 0
@@ -166,7 +164,7 @@ class PortBlocks:
     def free(self, first: int = FIRST_BLOCK, hold: bool = False) -> int:
         """Return the first port of a free block, or 0 if no block is free.
 
-        The search begins at port `first`. With `hold`, the block is also reserved.
+        The search begins with the block at `first`. With `hold`, the block found is also reserved.
         """
         for base in range(first, LAST_BLOCK, BLOCK):
             if base in self._held or self.hold(base):
@@ -183,7 +181,7 @@ def _close(claims: Iterable[socket.socket]) -> None:
 
 
 def block_words(base: int, taken_port: int) -> str:
-    """Return a message that the block of HCCL_IF_BASE_PORT is taken, with a free one to use."""
+    """Return a message that the block of ports at `base` is taken, with a free one to use."""
     free = PortBlocks().free()
     return (
         f"HCCL_IF_BASE_PORT={base} needs ports {base} to {base + BLOCK - 1} for this job's collectives, and port "

@@ -1,4 +1,4 @@
-"""Explains errors of torch_npu, HCCL and the driver in English and Chinese, with advice.
+"""Explains errors of torch_npu, HCCL and the driver in English or Chinese, with advice.
 
 The functions return messages as text, and the caller decides whether to raise them. This module
 needs no torch.
@@ -125,7 +125,7 @@ def why_not_loaded(failure: str) -> tuple[str, str, str]:
 
 
 def cannot_load(failure: str) -> str:
-    """Return the first line of an error from importing torch_npu, with a remedy if known."""
+    """Return the first line of an error from importing torch_npu, with a remedy if one is known."""
     first_line = failure.splitlines()[0]
     why, _, remedy = why_not_loaded(failure)
     if not why:
@@ -161,9 +161,9 @@ def explain(failure: str, language: Language | None = None) -> str:
 
 
 def in_use(card: int, free: int, total: int, language: Language | None = None) -> str:
-    """Return a warning if other processes hold memory of a card, or "" if nearly all is free.
+    """Return a warning if less than 80 % of a card's memory is free, or "" otherwise.
 
-    `free` and `total` are in bytes. Nearly all means at least 80 % of the memory.
+    `free` and `total` are in bytes.
     """
     if free >= 0.8 * total:
         return ""
@@ -181,7 +181,7 @@ def in_use(card: int, free: int, total: int, language: Language | None = None) -
 
 
 def cannot_open(card: int, failure: str) -> str:
-    """Return a message that says why a card could not be opened, and what may help."""
+    """Return a message that says why a card cannot be opened, and what may help."""
     words = explain(failure)
     lines = failure.splitlines() or ["no reason given"]
     if spoken() == "zh":

@@ -1,8 +1,8 @@
 """Operators for Ascend NPUs: torch's own, attention by matmuls over blocks, and fused operators.
 
-torch_npu has the fused operators. It is imported where it is used, that is, only if a tensor is on
-an NPU. Its masks are True where a key is hidden. Shapes: B batch, T time, H heads, Hkv heads of
-keys and values, D head dimension, C channels, K keys.
+torch_npu has the fused operators. It is imported only where it is used. Its masks are True where a
+key is hidden. Shapes: B batch, T time, H heads, Hkv heads of keys and values, D head dimension, C
+channels, K keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ NEEDS = {
 
 
 def missing(operators: Sequence[str]) -> list[str]:
-    """Return the operators in a list that this torch_npu does not have."""
+    """Return a list of those `operators` that this torch_npu does not have."""
     import torch_npu  # pyright: ignore[reportMissingImports]
 
     return [name for name in operators if not hasattr(torch_npu, name)]
@@ -56,13 +56,13 @@ class AscendPlain(Operations):
     muon_class = ForeachMuon
 
     def __init__(self, stacks_matrices: bool = True, saturates: bool = False):
-        """With `saturates`, the chip would report the inf of an fp16 mask as an overflow."""
+        """`saturates` means that the chip reports the inf of an fp16 mask as an overflow."""
         super().__init__(stacks_matrices)
         self.saturates = saturates
         self.constants = TensorCache(16)  # masks, and vectors of zeros and ones
 
     def mask(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
-        """Implement PlainAttention.mask, without inf if the chip would report an overflow."""
+        """Implement PlainAttention.mask, without inf if the chip would report it as an overflow."""
         if self._needs_finite_mask(dtype):
             return finite_mask(visible, dtype)
         return visible
@@ -74,7 +74,7 @@ class AscendPlain(Operations):
         v: Tensor,  # (B, Hkv, T, D)
         scale: float | None,
     ) -> Tensor:
-        """Implement PlainAttention.causal, without inf if the chip would report an overflow."""
+        """Implement PlainAttention.causal, without inf if the chip would report overflow."""
         if not self._needs_finite_mask(q.dtype):
             return super().causal(q, k, v, scale)
         T = q.size(2)
@@ -97,7 +97,7 @@ class AscendPlain(Operations):
         )
 
     def _needs_finite_mask(self, dtype: torch.dtype) -> bool:
-        """Return whether attention must mask with a large negative number instead of -inf."""
+        """Return whether attention must mask keys with a large negative number instead of -inf."""
         return self.saturates and dtype == torch.float16
 
 
@@ -105,9 +105,9 @@ class AscendPlain(Operations):
 
 
 class AscendChunked(AscendPlain):
-    """Computes attention with matmuls and the rest with few launches, on chips such as the 910A.
+    """Computes attention with matmuls and the rest with few launches.
 
-    These chips have no fused attention.
+    This is for chips without fused attention, such as the 910A.
     """
 
     name = "chunked"
@@ -122,7 +122,7 @@ class AscendChunked(AscendPlain):
     ) -> list[list[Tensor]] | None:
         """Implement Operations.cast_together, but return None if gradients are disabled.
 
-        Without gradients, most parameters already have the compute dtype.
+        Most parameters then already have the compute dtype.
         """
         if not torch.is_grad_enabled():
             return None
@@ -177,7 +177,7 @@ class AscendChunked(AscendPlain):
         return q, k, few_launches.add_values(v, value.view_as(v), logits)
 
     def sharpened(self, qk: Tensor, sharpen: float) -> Tensor:
-        """Return queries and keys multiplied by `sharpen`."""
+        """Return queries and keys, multiplied by `sharpen`."""
         return qk * sharpen
 
     def mix(
@@ -201,7 +201,7 @@ class AscendChunked(AscendPlain):
         return few_launches.squared_relu(x, self._zeros((), x))
 
     def _zeros(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return zeros with the dtype and device of `like`, allocated once for each shape."""
+        """Return cached zeros with the dtype and device of `like`."""
         dtype = like.dtype
         device = like.device
 
@@ -220,13 +220,13 @@ class AscendChunked(AscendPlain):
         chunk: int,
         capped: bool = True,
     ) -> Tensor:
-        """Implement Operations.loss with few_launches.chunked_loss() if logits are softcapped."""
+        """Implement Operations.loss with few_launches.chunked_loss(), if `capped`."""
         if not capped:
             return super().loss(x, head, targets, vocab, weights, chunk, capped)
         return few_launches.chunked_loss(x, head, targets, vocab, weights, chunk, HIDDEN)
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
-        """Implement Operations.square_sums with one norm operator for all gradients."""
+        """Implement Operations.square_sums with a single norm operator."""
         return few_launches.square_sums(gradients)
 
     def attend(
@@ -317,9 +317,9 @@ def prompt(
     visible: Tensor,  # (1 or B, 1, T, K) bool, True = visible
     scale: float | None = None,
 ) -> Tensor:  # (B, T, H, D)
-    """Return the attention of many queries on an inference card.
+    """Return the attention of many queries per row, on an inference card.
 
-    The card's operator knows no window, only a mask of all keys for every query.
+    The card's operator supports no window, only a mask of all keys for every query.
     """
     import torch_npu  # pyright: ignore[reportMissingImports]
 
@@ -344,7 +344,7 @@ def decode(
     ends: Sequence[int],
     scale: float | None = None,
 ) -> Tensor:  # (B, 1, H, D)
-    """Return the attention of one query per row to the row's first `ends` keys.
+    """Return the attention of each row's query to the row's first keys, as many as `ends` says.
 
     This runs on an inference card.
     """
@@ -370,7 +370,7 @@ def decode(
 class AddNorm(torch.autograd.Function):
     """Computes norm(x + y) and x + y with one operator.
 
-    torch_npu has no gradient for this operator, so the gradient of its plain norm is used.
+    torch_npu has no gradient for this operator, so the backward pass is that of its plain norm.
     """
 
     @staticmethod
@@ -409,7 +409,7 @@ class AscendFused(AscendChunked):
     def causal_mask(self, device: torch.device) -> Tensor:
         """Return a bool mask of shape (2048, 2048) that is True above the diagonal.
 
-        The fused operators use it for causal and windowed attention of any length.
+        The fused operators use this mask for causal and windowed attention of any length.
         """
 
         def make() -> Tensor:
@@ -466,7 +466,7 @@ class AscendFused(AscendChunked):
         dtype: torch.dtype,
         base: float = 100_000,
     ) -> tuple[Tensor, Tensor]:  # (length, D) each
-        """Return cosines and negated sines, in the layout that the fused operator reads.
+        """Return cosines and negated sines, in the layout that npu_rotary_mul reads.
 
         Each row holds its D/2 numbers twice.
         """
@@ -497,7 +497,7 @@ class AscendFused(AscendChunked):
         return qk
 
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
-        """Return the factor for the scores, which includes `sharpen` for queries and for keys."""
+        """Return the factor for the scores, with `sharpen` squared, for queries and keys."""
         return sharpen**2 * head_dim**-0.5
 
     def attend(
@@ -526,8 +526,8 @@ class AscendFused(AscendChunked):
         }
         if not torch_npu.npu.is_current_stream_capturing():
             return torch_npu.npu_fusion_attention(q, k, v, H, "BSND", **options)[0]
-        # npu_fusion_attention uses a second stream, which a graph does not include, and v3 can only be
-        # captured in the layout BNSD.
+        # npu_fusion_attention uses a second stream, which a graph does not include, and v3 can only
+        # be captured in the layout BNSD.
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
@@ -548,7 +548,7 @@ class AscendFused(AscendChunked):
         """Implement PlainAttention.by_lengths with npu_fused_infer_attention_score.
 
         The operator requires 16-bit queries and a head dimension that is a multiple of 16. It
-        supports no window for a single query, so it then gets only the last W + 1 keys.
+        supports no window for a single query, which therefore gets only the last `window` + 1 keys.
         """
         if not _in_units(q):
             return None
@@ -604,9 +604,9 @@ def _last_keys(
     recent: Callable[[], Tensor],
     window: int,
 ) -> tuple[Tensor, Tensor, Sequence[int]]:
-    """Return the keys, values and lengths that a single query per row sees in its window.
+    """Return the keys and values that a single query per row sees, and their count in each row.
 
-    If no row is longer than the window, they are returned unchanged.
+    If no row has more than `window` + 1 keys, `k`, `v` and `ends` are returned unchanged.
     """
     if max(ends) <= window + 1:
         return k, v, ends

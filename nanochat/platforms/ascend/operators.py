@@ -15,19 +15,19 @@ from nanochat.common import log
 from nanochat.platforms.ascend.kernels import EPSILON, AscendChunked, AscendFused, missing
 from nanochat.platforms.operations import Operations
 
-# The operators that can do each job, best first. Without any, attention is computed with matmuls, and
-# the rest with torch's operators.
+# The operators that can do each job, best first. Without any, attention is computed with matmuls,
+# and the rest with torch's operators.
 ATTENTION = "npu_fusion_attention"
 DECODING = "npu_fused_infer_attention_score"
 NORMS = ("npu_rms_norm", "npu_add_rms_norm")
 ROTATIONS = ("npu_rotary_mul", "npu_apply_rotary_pos_emb")
-# An operator with an error above this share of the largest value counts as broken. In bf16 the error
-# reaches 0.01.
+# An operator with an error above this share of the largest value counts as broken. In bf16 the
+# error reaches 0.01.
 WRONG = 0.03
 
 
 class AscendListed(AscendFused):
-    """Computes with the fused operators in a list, and with torch's own for the rest."""
+    """Computes with those fused operators that `operators` lists, and with torch's for the rest."""
 
     name = "listed"
 
@@ -43,7 +43,7 @@ class AscendListed(AscendFused):
     # --- norms -----------------------------------------------------------------------------------
 
     def norm(self, x: Tensor) -> Tensor:
-        """Implement Operations.norm with npu_rms_norm, or else with npu_add_rms_norm."""
+        """Implement Operations.norm with npu_rms_norm, npu_add_rms_norm or torch's operators."""
         if "npu_rms_norm" in self.operators:
             return super().norm(x)
         if "npu_add_rms_norm" not in self.operators:
@@ -55,7 +55,7 @@ class AscendListed(AscendFused):
         x: Tensor,  # (..., C)
         y: Tensor,  # (..., C)
     ) -> tuple[Tensor, Tensor]:
-        """Implement Operations.add_norm with npu_add_rms_norm if the chip lacks npu_rms_norm.
+        """Implement Operations.add_norm with npu_add_rms_norm, if the chip has no npu_rms_norm.
 
         The backward pass is written here, with torch's operators.
         """
@@ -85,10 +85,7 @@ class AscendListed(AscendFused):
         dtype: torch.dtype,
         base: float = 100_000,
     ) -> tuple[Tensor, Tensor]:
-        """Return tables in the layout of the operator that rotates on this chip.
-
-        See AscendFused.rotary_tables and Operations.rotary_tables.
-        """
+        """Return the cosines and sines in the layout of the operator that rotates on this chip."""
         if self.operators.intersection(ROTATIONS):
             return super().rotary_tables(length, head_dim, device, dtype, base)
         return Operations.rotary_tables(self, length, head_dim, device, dtype, base)
@@ -99,7 +96,7 @@ class AscendListed(AscendFused):
         cos: Tensor,  # (1 or B, T, 1, D or D/2), from rotary_tables
         sin: Tensor,
     ) -> Tensor:
-        """Implement Operations.rotary with npu_rotary_mul, or else npu_apply_rotary_pos_emb."""
+        """Implement Operations.rotary with npu_rotary_mul, npu_apply_rotary_pos_emb or torch."""
         if "npu_rotary_mul" in self.operators:
             return super().rotary(x, cos, sin)
         if "npu_apply_rotary_pos_emb" not in self.operators:
@@ -111,14 +108,14 @@ class AscendListed(AscendFused):
     def sharpened(self, qk: Tensor, sharpen: float) -> Tensor:
         """Return queries and keys, multiplied by `sharpen` if attention is not fused.
 
-        Fused attention gets the factor from softmax_scale() instead.
+        For fused attention, softmax_scale() includes the factor instead.
         """
         if ATTENTION in self.operators:
             return qk
         return qk * sharpen
 
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
-        """Return the factor for the scores if attention is fused, or None for 1/sqrt(D)."""
+        """Return the factor for the scores, or None (1/sqrt(D)) if attention is not fused."""
         if ATTENTION in self.operators:
             return super().softmax_scale(head_dim, sharpen)
         return None
@@ -243,10 +240,10 @@ def _rotated(
     cos: Tensor,  # (1 or B, T, 1, D)
     sin: Tensor,
 ) -> Tensor:
-    """Return x rotated by npu_apply_rotary_pos_emb, which overwrites both of its inputs.
+    """Return x, rotated by npu_apply_rotary_pos_emb.
 
-    The operator also requires keys. A copy of one query head serves as keys, which is cheaper than
-    splitting x into queries and keys.
+    The operator overwrites its arguments, so it gets copies. It also requires keys. A copy of one
+    head of x serves as keys, which is cheaper than splitting x into queries and keys.
     """
     import torch_npu  # pyright: ignore[reportMissingImports]
 
@@ -255,15 +252,15 @@ def _rotated(
     return torch_npu.npu_apply_rotary_pos_emb(queries, one_head, cos, sin, "BSND", "half")[0]
 
 
-# --- testing ---------------------------------------------------------------------------------------
+# --- testing -------------------------------------------------------------------------------------
 
 Trial = Callable[[Operations, list[Tensor]], Tensor]  # computes something from q, k and v
 
 
 def try_operators(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the fused operators that work on this card, and log why the others do not.
+    """Return for each job the first fused operator that works on this card.
 
-    The results of each operator are compared with those of fp32 on the host.
+    Logs why an operator does not work. Results are compared with those of fp32 on the host.
     """
     trials = {
         (ATTENTION,): _attends,
@@ -290,7 +287,7 @@ def _why_not(
 ) -> str:
     """Return why an operator cannot be used, or "" if it works.
 
-    It works if its results and gradients are close to those of the host.
+    An operator works if its results and gradients are close to those of fp32 on the host.
     """
     if missing((operator,)):
         return "this torch_npu does not have it"
@@ -325,7 +322,7 @@ def _results(
     operations: Operations,
     qkv: list[Tensor],
 ) -> list[Tensor]:
-    """Return the result of a trial, and its gradients, except for decoding."""
+    """Return a list of a trial's result and, except for decoding, its gradients."""
     if trial is _decodes:
         with torch.no_grad():
             return [trial(operations, qkv)]

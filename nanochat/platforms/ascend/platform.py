@@ -25,7 +25,7 @@ from nanochat.platforms.operations import KernelChoice, Operations
 
 
 class Ascend(Platform):
-    """An Ascend NPU, for which unavailable() imports torch_npu."""
+    """An Ascend NPU; call unavailable() first, because it imports torch_npu."""
 
     name = "npu"
     backend = "hccl"
@@ -35,10 +35,10 @@ class Ascend(Platform):
         self.ports = PortBlocks()  # reserves ports for this job's collectives
 
     def unavailable(self) -> str:
-        """Return why torch_npu cannot be used here, or "" if it can.
+        """Import torch_npu, and return why it cannot be used here, or "" if it can.
 
-        This imports torch_npu. Any failure to do so, such as a missing CANN or a wrong version, is
-        returned as a reason rather than raised.
+        torch_npu's environment variables are set first. Any failure of the import, such as a
+        missing CANN or a wrong version, is returned as the reason rather than raised.
         """
         if importlib.util.find_spec("torch_npu") is None:
             return "torch_npu is not installed"
@@ -57,10 +57,7 @@ class Ascend(Platform):
         return "" if is_usable else "torch_npu loaded, but sees no NPU"
 
     def idle_cards(self) -> str:
-        """Return advice if this host has NPUs that cannot be used, or "" otherwise.
-
-        The advice names the device file, the reason, and the commands that make the cards usable.
-        """
+        """Return advice if this host has NPUs that cannot be used, or "" otherwise."""
         file = environment.card_file()
         if not file:
             return ""
@@ -78,7 +75,7 @@ class Ascend(Platform):
     def chip(self) -> AscendChip:
         """The chip, identified by its SoC version.
 
-        torch_npu and the device supply what the table of chips does not contain.
+        What the table of chips does not contain comes from torch_npu and the device.
         """
         soc = int(self.module.get_soc_version())
         chip = chip_of(soc) or self._unknown_chip(soc)
@@ -104,14 +101,14 @@ class Ascend(Platform):
         return [chip for chip in CHIPS if chip.tflops]
 
     def best_dtype(self) -> tuple[torch.dtype, str]:
-        """Return bf16 if the chip supports it, or else fp16, and the reason."""
+        """Return bf16 if the chip supports it, or else fp16, and why."""
         if self.chip.bf16:
             return torch.bfloat16, "the NPU has bf16"
         how = "a gradient scaler is used" if self.chip.trains else "for inference only"
         return torch.float16, f"the NPU has no bf16; {how}"
 
     def lacks_dtype(self, dtype: torch.dtype) -> str:
-        """Return why the chip cannot compute in a format (bf16 on some chips), or "" if it can."""
+        """Return why the chip cannot compute in bf16, or "" if it can or `dtype` is not bf16."""
         if dtype != torch.bfloat16 or self.chip.bf16:
             return ""
         return tr(
@@ -119,7 +116,7 @@ class Ascend(Platform):
         )
 
     def cannot_open(self, failure: str) -> str:
-        """Return a message that says why the card could not be opened, and what may help."""
+        """Return a message that says why the card cannot be opened, and what may help."""
         return errors.cannot_open(self.index, failure)
 
     def in_use(self, free: int, total: int) -> str:
@@ -129,17 +126,14 @@ class Ascend(Platform):
     # --- ranks -----------------------------------------------------------------------------------
 
     def prepare_collectives(self) -> int:
-        """Set HCCL's environment variables, and return the process group's time-out in seconds.
-
-        Variables that the user has set are kept.
-        """
+        """Implement Platform.prepare_collectives with HCCL's environment variables."""
         return environment.prepare_collectives()
 
     def ranks_met(self, rank: int, local_rank: int, world_size: int) -> None:
-        """Reserve a block of ports for this job's collectives, the same for all ranks of a host.
+        """Reserve ports on each host for the collectives of a job with several ranks.
 
-        The local rank 0 reserves the block of HCCL_IF_BASE_PORT, or any free block if the variable
-        is not set. Raises UserError if the block of the variable is taken.
+        Local rank 0 reserves the block at HCCL_IF_BASE_PORT. If the variable is not set, it becomes
+        the start of a free block, if there is one. Raises UserError if the user's block is taken.
         """
         if world_size == 1:
             return
@@ -164,11 +158,11 @@ class Ascend(Platform):
     # --- work ------------------------------------------------------------------------------------
 
     def operations(self, choice: KernelChoice) -> Operations:
-        """Return the chip's operators, or torch's own if plain kernels were requested.
+        """Return the chip's operators, or torch's own if `choice` is plain, and log which.
 
-        On a chip that is not in the table, each fused operator is tested first. Raises UserError if
-        fused kernels were requested and the chip has no fused attention, or if torch_npu lacks an
-        operator that the chip computes with.
+        On a chip that is not in the table, the fused operators are tested first. Raises UserError
+        if fused kernels were requested and the chip has no fused attention for training, or if
+        torch_npu lacks an operator that the chip computes with.
         """
         chip = self.chip
         if choice == "plain":
@@ -216,7 +210,7 @@ class Ascend(Platform):
             self.module.amp.GradScaler.clear_npu_overflow_flag()
 
     def overflows(self) -> list[torch.Tensor]:
-        """Return the overflow flag of a chip that saturates, or an empty list for other chips.
+        """Return a list with the chip's overflow flag, or an empty list if overflows give inf.
 
         The flag is read as torch_npu's GradScaler reads it.
         """
@@ -229,7 +223,7 @@ class Ascend(Platform):
         return [torch_npu.npu_get_float_status(status)[:1]]
 
     def explain(self, failure: RuntimeError) -> str:
-        """Return what a known error of torch_npu, HCCL or the driver means, and what to do."""
+        """Implement Platform.explain for errors of torch_npu, HCCL and the driver."""
         return errors.explain(str(failure)) or super().explain(failure)
 
     def tracer(self, folder: Path, name: str, steps: int) -> Tracer:
@@ -272,5 +266,5 @@ class Ascend(Platform):
         return self.module.NPUGraph()
 
     def compiler_missing(self) -> str:
-        """Return that torch.compile is not used on NPUs."""
+        """Return the reason: torch.compile is off on NPUs."""
         return tr("off on NPUs")

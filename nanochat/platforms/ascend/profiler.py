@@ -22,7 +22,7 @@ KERNEL_COLUMNS = ("Name", "Type", "Duration(us)")
 
 
 class AscendTracer:
-    """Traces `steps` steps of one rank, after one step in which the profiler warms up."""
+    """Traces `steps` steps of one rank, after one warm-up step."""
 
     def __init__(self, folder: Path, name: str, steps: int):
         from torch_npu import profiler  # pyright: ignore[reportMissingImports]
@@ -40,7 +40,7 @@ class AscendTracer:
         )
 
     def start(self) -> None:
-        """Begin the step in which the profiler warms up."""
+        """Begin the warm-up step."""
         self._profiler.start()
 
     def step(self) -> None:
@@ -50,7 +50,7 @@ class AscendTracer:
     def finish(self) -> Trace:
         """Stop the profiler, and return its measurements.
 
-        Raises UserError if the profiler has not written its files.
+        Raises UserError if a file or a column that the profiler should have written is missing.
         """
         self._profiler.stop()
         folders = sorted(self.folder.glob(f"{self.name}_*_ascend_pt/{OUTPUT}"))
@@ -92,7 +92,7 @@ def _kernel_name(row: dict[str, str]) -> str:
 
 
 def _read(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
-    """Return the rows of one of the profiler's tables.
+    """Return the rows of one of the profiler's CSV tables as dicts.
 
     Raises UserError if the table is missing or empty, or lacks a column.
     """

@@ -4,12 +4,12 @@ The package has C++ kernels for inference and training, which each machine compi
 8-bit matrices for training. Without a compiler, everything runs in plain torch. Its files, in
 reading order:
 
-platform.py     answers for a host what the project asks of a device
+platform.py     implements the Platform interface for the host
 operations.py   the operators that faster layers call
 kernels.py      compiles the C++ sources in cpp/, and calls the functions for inference
 training.py     calls the functions for training
 gradients.py    registers the functions for training with autograd
 products.py     multiplies in training, in the format of the activations or in 8 bits
 int8.py         makes a GPT train with 8-bit products
-decoding.py     computes attention of few new tokens as matrix products
+decoding.py     computes masked attention as matrix products
 """

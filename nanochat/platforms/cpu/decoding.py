@@ -1,4 +1,4 @@
-"""Masked attention as matrix products, for cases in which torch's own operator is slower."""
+"""Masked attention as matrix products, where torch's own operator is slower."""
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ def one_query(
     mask: Tensor,  # (B, 1, 1, K) bool, True = visible
     scale: float | None,
 ) -> Tensor:  # (B, 1, H, D)
-    """Return masked attention for one query per row, as two products for each row.
+    """Return masked attention for one query per row, computed as two matrix products per row.
 
-    Keys and values are read in the layout of the cache. Each query is multiplied with the keys of
-    all heads, with zeros for the heads that are not its own. That is more arithmetic, but no key is
+    Keys and values are read in the layout of the cache. Each query is multiplied by the keys of all
+    heads, with zeros for the heads that are not its own. That is more arithmetic, but no key is
     moved.
     """
     B, _, H, D = q.shape
@@ -49,7 +49,7 @@ def by_products(
     mask: Tensor,  # (B, 1, T, K) bool, True = visible
     scale: float | None,
 ) -> Tensor:  # (B, T, H, D)
-    """Return masked attention as two products with a softmax between them.
+    """Return masked attention, computed as two products with a softmax between them.
 
     The scores of all heads are in memory at the same time.
     """

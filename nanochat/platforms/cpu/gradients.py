@@ -1,6 +1,6 @@
 """Training operators that run compiled kernels, as torch autograd functions.
 
-Each function keeps as little as its gradient needs, and computes the gradients of several inputs in
+Each function keeps only what its gradient needs, and computes the gradients of several inputs in
 one loop over memory. Shapes: B batch, T time, C channels, H heads, D head dimension, N tokens.
 """
 
@@ -29,13 +29,10 @@ class Trained:
 
     kernels: Kernels
     training: Training
-    int8: bool = False  # whether matrices multiply bf16 activations in integers of 8 bits
+    int8: bool = False  # whether matrices multiply bf16 activations in 8-bit integers
 
     def matrix(self, masters: Sequence[Tensor], x: Tensor) -> Matrix:
-        """Return an object that multiplies activations in the format of x.
-
-        `masters` are matrices of shape (outputs, inputs), which are stacked.
-        """
+        """Return `masters`, stacked as one matrix for activations in x's format."""
         if self.int8:
             return Matrix8(self.training, masters)
         return Matrix(self.kernels, masters, x.dtype)
@@ -79,7 +76,7 @@ class Norm(torch.autograd.Function):
 class Mix(torch.autograd.Function):
     """Computes a x + b x0, and also returns x0.
 
-    The gradients that x0 gets from both results are added in the loop that computes them.
+    The gradients of x0 from both results are added in one loop.
     """
 
     @staticmethod
@@ -112,9 +109,9 @@ class Mix(torch.autograd.Function):
 class Heads(torch.autograd.Function):
     """Computes queries, keys and values with one product.
 
-    Queries and keys are then normalized, multiplied by `sharpen` and rotated. If there is a value
-    embedding, 3 sigmoid(gate x) times it is added to each value head, where the gate reads the
-    first channels of x.
+    Queries and keys are then normalized, multiplied by `sharpen` and rotated. If there is a gate, 3
+    sigmoid(gate x) times the value embedding is added to the values. The gate reads only the first
+    channels of x.
     """
 
     @staticmethod
@@ -187,7 +184,7 @@ class Heads(torch.autograd.Function):
 class SquaredReluMlp(torch.autograd.Function):
     """Computes two matrix products with a squared ReLU between them.
 
-    The only activations kept between the two are those after the squared ReLU.
+    Between the products, only the activations after the squared ReLU are kept.
     """
 
     @staticmethod
@@ -223,7 +220,7 @@ class SquaredReluMlp(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-    """Multiplies activations with a matrix."""
+    """Multiplies activations by a matrix."""
 
     @staticmethod
     def forward(
@@ -250,7 +247,7 @@ class Product(torch.autograd.Function):
 
 
 class Product8:
-    """Multiplies with a matrix in 8 bits during training, as the `multiply` of a Linear."""
+    """Multiplies by an 8-bit matrix during training, as the `multiply` hook of a Linear."""
 
     untraceable = "--matmul int8 multiplies by kernels that torch.compile cannot read"
 
@@ -310,7 +307,7 @@ class Attention(torch.autograd.Function):
 
 
 class Smear(torch.autograd.Function):
-    """Adds a gated share of the token before to each token."""
+    """Adds to each token's activations a gated share of those of the token before."""
 
     @staticmethod
     def forward(
@@ -346,7 +343,7 @@ class Smear(torch.autograd.Function):
 
 
 class Offset(torch.autograd.Function):
-    """Replaces half of each key with that of the token before."""
+    """Replaces half of each key with the same half of the key of the token before."""
 
     @staticmethod
     def forward(
@@ -363,7 +360,7 @@ class Offset(torch.autograd.Function):
 
 
 class Loss(torch.autograd.Function):
-    """Computes loss.chunked_loss(), with one function call for the loss of each chunk."""
+    """Computes loss.chunked_loss(), with one kernel call for the loss and gradient of a chunk."""
 
     @staticmethod
     def forward(

@@ -30,7 +30,7 @@ def is_faster() -> bool:
 
 
 class Int8Head(OperatorHead):
-    """An output head that computes the logits of its loss in 8 bits."""
+    """An output head that computes the logits of its loss in 8 bits during training."""
 
     use: Trained
 
@@ -40,7 +40,7 @@ class Int8Head(OperatorHead):
         targets: Tensor,  # (N,)
         weights: Tensor | None,  # (N,)
     ) -> Tensor:
-        """Implement Head.loss with logits in 8 bits."""
+        """Implement Head.loss with 8-bit logits in training on at least LOGIT_ROWS (256) tokens."""
         operations = cast(CpuOperations, self.operations)
         return operations.loss(
             x,
@@ -54,14 +54,14 @@ class Int8Head(OperatorHead):
 
 
 def kernels_of(operations: Operations) -> Trained | None:
-    """Return the kernels that train in 8 bits, or None if these operations have none."""
+    """Return the kernels that train in 8 bits, or None if `operations` have none."""
     if not isinstance(operations, CpuOperations):
         return None
     return operations.in_int8()
 
 
 def use_int8(model: Model, operations: Operations) -> None:
-    """Make a GPT's large matrices, and the logits of its loss, multiply in 8 bits in training.
+    """Make a GPT train with its large matrix products and the logits of its loss in 8 bits.
 
     Raises UserError (exit code 2) if the model is not a GPT or does not compute in bf16, if the
     kernels do not support its sizes, or if there are no kernels.

@@ -1,9 +1,9 @@
 """Compiles kernels.cpp and training.cpp on this machine, and calls kernels.cpp on tensors.
 
 torch's compiler is not used, because its code would check its inputs in every call, and would have
-to be compiled for every model. A C++ source takes a second or two to compile, serves every model,
-and the next process finds the library again. Shapes: B batch, T time, H heads, D head dimension, C
-channels.
+to be compiled for every model. A C++ source takes a second or two to compile, the library serves
+every model, and later processes load it again. Shapes: B batch, T time, H heads, D head dimension,
+C channels.
 """
 
 import ctypes
@@ -77,11 +77,11 @@ def compiled(
     command: str,
     source: Path | None = None,
 ) -> Path:
-    """Return the library for a C++ source, compiling it into `folder` if it is missing.
+    """Return the path of a C++ source's library, compiling it into `folder` if it is missing.
 
     `command` is the compiler, and `source` is kernels.cpp by default. The library's name contains a
-    hash of what it was made from and of the processor. Raises OSError or subprocess.SubprocessError
-    if the library cannot be made.
+    hash of the sources, the command and the processor. Raises OSError or subprocess.SubprocessError
+    if the library cannot be compiled.
     """
     source = source or SOURCE
     flags = [*FLAGS, *_processor_flags()]
@@ -125,18 +125,18 @@ def _is_ours(library: Path) -> bool:
 
 @functools.cache
 def kernels(folder: Path) -> "Kernels | None":
-    """Return this machine's kernels for inference, compiling them if they are missing.
+    """Return the kernels for inference, compiling them into `folder` if they are missing.
 
-    The library is in `folder`. Returns None and logs the reason if the kernels cannot be compiled.
+    Returns None and logs the reason if they cannot be compiled or loaded.
     """
     library = library_of(folder, SOURCE)
     return None if library is None else Kernels(library)
 
 
 def library_of(folder: Path, source: Path) -> ctypes.CDLL | None:
-    """Load the library for a C++ source, compiling it into `folder` if it is missing.
+    """Load and return a C++ source's library, compiling it into `folder` if it is missing.
 
-    Returns None and logs the reason if it cannot be compiled.
+    Returns None and logs the reason if the library cannot be compiled or loaded.
     """
     command = compiler()
     if command is None:
@@ -162,7 +162,7 @@ class Kernels:
     """Calls the functions of a library that was compiled from kernels.cpp.
 
     Tensors are on the host, without gradients, and all in one format, fp32 or bf16, unless stated
-    otherwise. Each row of a result depends only on the same row of the arguments.
+    otherwise. What is computed for a row does not depend on the other rows.
     """
 
     def __init__(self, library: ctypes.CDLL):
@@ -200,7 +200,7 @@ class Kernels:
         window: int,
         scale: float,
     ) -> Tensor:  # (B, T, H, D)
-        """Attend to the key at each query's own position and at most `window` keys before it.
+        """Return causal attention; a query sees its own key and at most `window` keys before it.
 
         All positions must be below K.
         """
@@ -245,7 +245,7 @@ class Kernels:
         window: int,
         scale: float,
     ) -> Tensor:  # (B, 1, H, D)
-        """Write new keys and values into the cache, then attend to it.
+        """Write new keys and values into the cache, and return the attention to the cache.
 
         A query sees the new key and at most `window` keys before it. Raises IndexError if a
         position is outside the cache.
@@ -293,8 +293,8 @@ class Kernels:
     ) -> int | None:
         """Return the memory address of a laid-out matrix, or None if multiply() cannot read it.
 
-        oneDNN's layout is not documented, so every number is compared with `weight`. Without
-        `compare`, the layout of this shape is already known to be as expected.
+        oneDNN's layout is not documented, so every number is compared with `weight`, unless
+        `compare` is False because the layout of this shape is already known to be as expected.
         """
         outputs, inputs = weight.shape
         if self._multiply is None or outputs % BLOCK or inputs % 2:
@@ -321,7 +321,7 @@ class Kernels:
     ) -> Tensor:  # (..., outputs)
         """Return x times the transpose of a matrix at an address from reads().
 
-        It is meant for few rows, and runs on one thread.
+        This is for few rows, and runs on one thread.
         """
         x = x.contiguous()
         inputs = x.size(-1)
@@ -339,7 +339,7 @@ class Kernels:
         epsilon: float,
         added: Tensor | None = None,  # (..., C)
     ) -> tuple[Tensor, Tensor]:  # (..., C) twice
-        """Return the RMS norm of x + added, times the weight, and the sum x + added."""
+        """Return the RMS norm of x + `added`, times `weight`, and the sum; None has no effect."""
         x = x.contiguous()
         y = torch.empty_like(x)
         total = x
@@ -369,9 +369,9 @@ class Kernels:
         epsilon: float,
         sharpen: float = 1.0,
     ) -> Tensor:  # (B, T, H, D)
-        """Return x after an RMS norm over D and a rotation of the first R channels.
+        """Return x after an RMS norm over D, times `weight`, with the first R channels rotated.
 
-        The result is also multiplied by the weight and by `sharpen`.
+        The result is also multiplied by `sharpen`.
         """
         B, T, H, D = x.shape
         stride = x.stride(1)
@@ -417,9 +417,9 @@ class Kernels:
         return y
 
     def squared_relu(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        """Return relu(x)^2, written to `y` if it is given.
+        """Return relu(x)^2, written to `y` if given.
 
-        `y` must be contiguous. It may be `x` itself.
+        `y` must be contiguous, and may be `x` itself.
         """
         x = x.contiguous()
         y = torch.empty_like(x) if y is None else y
@@ -490,15 +490,15 @@ class Kernels:
     def loss(
         self,
         logits: Tensor,  # (n, V') contiguous, overwritten with the gradient of the result
-        targets: Tensor,  # (n,) token ids below `vocab`; any number if the weight is 0
+        targets: Tensor,  # (n,) token IDs below `vocab`; any integer if the weight is 0
         weights: Tensor,  # (n,) fp32
         vocab: int,
         cap: float,  # of the softcap; 0 if there is none
     ) -> Tensor:  # ()
-        """Return the weighted sum of the cross-entropies of rows of logits.
+        """Return the weighted sum of the rows' cross-entropies; `logits` become its gradient.
 
         Only the first `vocab` logits of each row count. Raises IndexError if a target whose weight
-        is not 0 is outside the vocabulary.
+        is not 0 is `vocab` or more. A negative target has no loss.
         """
         targets = targets.contiguous()
         weights = weights.contiguous()
@@ -519,12 +519,12 @@ class Kernels:
 
 
 def argument_types(pointers: int, sizes: int, numbers: int) -> list[Any]:
-    """Return the types of a function's arguments: pointers, then sizes, then fp32 numbers."""
+    """Return the ctypes of a function's arguments: pointers, then sizes, then fp32 numbers."""
     return [c_void_p] * pointers + [c_int64] * sizes + [c_float] * numbers
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Return the memory address of a tensor, or None if there is no tensor."""
+    """Return the memory address of a tensor, or None for None."""
     return None if tensor is None else tensor.data_ptr()
 
 

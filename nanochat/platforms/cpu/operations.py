@@ -27,8 +27,8 @@ from nanochat.platforms.cpu.training import training
 from nanochat.platforms.operations import Matrices, Operations, multiplied
 from nanochat.platforms.together import empty_weight
 
-# In decoding, two products beat torch's operator if there are at least this many rows times keys,
-# and at most this many numbers in all keys.
+# In decoding, two products are faster than torch's operator if rows times keys are at least the
+# first number, and if all keys have at most the second number of elements.
 DECODED_KEYS = 256
 DECODED_NUMBERS = 1 << 24
 # The most rows that our own loop multiplies with a matrix faster than oneDNN does, on one thread.
@@ -39,7 +39,7 @@ MANY_QUERIES = 8  # with as many queries in a row, laying out keys and values ag
 
 
 class _Packed:
-    """Multiplies with a bf16 matrix that is stored in oneDNN's layout."""
+    """Multiplies by a bf16 matrix that is stored in oneDNN's layout."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class _Packed:
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return the product of x (..., inputs) and the matrix.
 
-        This is the `multiply` of a Linear, whose `weight` is not needed.
+        This is the `multiply` hook of a Linear; the given `weight` is not needed.
         """
         outputs, inputs = self._shape
         has_few_rows = x.numel() <= FEW_ROWS * inputs
@@ -76,8 +76,8 @@ class _Packed:
 class CpuOperations(Operations):
     """Operators that use C++ kernels, or plain torch if the kernels cannot be compiled.
 
-    In bf16 models that torch.compile compiles, attention is computed in blocks, which takes less
-    than half the time there.
+    In bf16 models under torch.compile, attention without grouped heads is computed in blocks, which
+    takes less than half the time there.
     """
 
     loss_logits = 1 << 24
@@ -90,7 +90,7 @@ class CpuOperations(Operations):
         stacks_matrices: bool = True,
         compiles: bool = True,
     ):
-        """With `compiles`, the C++ kernels are compiled when they are first used."""
+        """With `compiles`, the C++ kernels are compiled on first use; without, none are used."""
         super().__init__(stacks_matrices)
         self.fuses_layers = compiles
         self._compiles = compiles
@@ -102,10 +102,7 @@ class CpuOperations(Operations):
 
     @functools.cached_property
     def _library(self) -> Kernels | None:
-        """The kernels for inference, or None if there are no C++ kernels.
-
-        The result is cached, because a loss needs it in every pass.
-        """
+        """The kernels for inference, or None if there are no C++ kernels."""
         if not self._compiles:
             return None
         return kernels(host.use_compile_cache(base_dir()))
@@ -125,9 +122,9 @@ class CpuOperations(Operations):
         return Trained(self._library, gradient_kernels)
 
     def _train(self, *tensors: Tensor) -> Trained | None:
-        """Return the kernels for training if gradients are enabled and these tensors are supported.
+        """Return the kernels for training, or None if they cannot be used with these tensors.
 
-        All tensors must be in one supported format and on the host. Returns None otherwise.
+        They need gradients, uncompiled code, and host tensors that are all fp32 or all bf16.
         """
         if is_compiling() or not torch.is_grad_enabled():
             return None
@@ -140,10 +137,10 @@ class CpuOperations(Operations):
         return self._trained
 
     def _train_with(self, matrices: Sequence[nn.Module], *tensors: Tensor) -> Trained | None:
-        """Return the kernels for training with these matrices, or None if they are not supported.
+        """Return the kernels for training with these matrices, or None if they cannot be used.
 
-        They multiply in 8 bits if the matrices are set to do so. Returns None also if gradients are
-        disabled, or if the tensors are not supported.
+        The kernels multiply in 8 bits if the first matrix is set to do so. _own() must accept all
+        matrices, and _train() the tensors.
         """
         use = self._train(*tensors)
         if use is None or not all(map(_own, matrices)):
@@ -152,15 +149,15 @@ class CpuOperations(Operations):
         return use if slot is None else cast(Product8, slot).use
 
     def in_int8(self) -> Trained | None:
-        """Return the kernels for training with 8-bit products, or None if there are none."""
+        """Return the kernels for training, set to multiply in 8 bits, or None if there are none."""
         if self._trained is None:
             return None
         return replace(self._trained, int8=True)
 
     def _fast(self, *tensors: Tensor) -> Kernels | None:
-        """Return the kernels for inference if the model is served and these tensors are supported.
+        """Return the kernels for inference, or None if they cannot be used with these tensors.
 
-        Returns None otherwise.
+        They need serve(), disabled gradients, uncompiled code, and tensors all fp32 or all bf16.
         """
         if is_compiling():  # compiled code must not depend on _kernels
             return None
@@ -198,10 +195,10 @@ class CpuOperations(Operations):
     def serve(self, model: nn.Module) -> None:
         """Implement Operations.serve, after which passes without gradients use the C++ kernels.
 
-        bf16 matrices are stored in oneDNN's layout once instead of being converted in every
-        product. A single row is then multiplied in half the time, at the speed of memory, with the
-        same result up to rounding. fp32 matrices stay unchanged, because in oneDNN's layout their
-        rounding would depend on how many rows are multiplied together.
+        If oneDNN supports bf16 here, bf16 matrices are stored in its layout. A single row is then
+        multiplied in half the time, at the speed of memory, with the same result up to rounding.
+        fp32 matrices stay unchanged, because in oneDNN's layout their rounding would depend on how
+        many rows are multiplied together.
         """
         self._kernels = self._library
         for module in model.modules():
@@ -262,7 +259,8 @@ class CpuOperations(Operations):
     ) -> Tensor:
         """Implement Operations.weighted_norm with a C++ kernel in inference.
 
-        Without gradients or kernels, it calls torch's operators one by one, which is cheaper.
+        Without gradients and a kernel, torch's own norm is used, which is cheaper than an autograd
+        function.
         """
         kernels = self._fast(x) if weight.dim() == 1 else None
         if kernels is not None:
@@ -313,8 +311,8 @@ class CpuOperations(Operations):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Implement Operations.heads with C++ kernels.
 
-        They normalize before they rotate, which gives the same result because rotating a head keeps
-        its norm.
+        The kernels normalize before they rotate, with the same result up to rounding, because
+        rotating a head keeps its norm.
         """
         trained = self._trained_heads(x, matrices, head_dim, cos, sin, sharpen)
         if trained is not None:
@@ -366,7 +364,7 @@ class CpuOperations(Operations):
         gate: nn.Module | None = None,
         value_embedding: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return the result of heads(), or of gated_heads() with a gate, from the training kernels.
+        """Return heads(), or gated_heads() if there is a gate, computed by the training kernels.
 
         Returns None if the kernels do not support the matrices, the tensors or the rotation.
         """
@@ -576,10 +574,10 @@ class CpuOperations(Operations):
     ) -> Tensor:  # (B, T, H, D)
         """Implement PlainAttention.masked with faster operators for bf16.
 
-        For a single query, torch's masked operator multiplies number by number, which takes 2 to 10
-        times as long. Instead, heads that share their keys become queries of one head, and heads
-        with their own keys are computed with two products per row. With gradients, products take
-        less than half the time of torch's masked operator.
+        For a single query, torch's operator multiplies number by number, which takes 2 to 10 times
+        as long. So heads that share their keys become queries of one head. Other heads are computed
+        with two products per row, or with the query doubled. With gradients and ungrouped heads,
+        several queries are computed with products, in less than half the time of torch's operator.
         """
         B, T, H, D = q.shape
         K = k.size(1)
@@ -616,7 +614,7 @@ class CpuOperations(Operations):
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:  # (B, T, H, D)
-        """Implement PlainAttention.extend with C++ kernels if the model is served."""
+        """Implement PlainAttention.extend with C++ kernels, if serve() has prepared the model."""
         B, T, _, D = q.shape
         kernels = self._fast(q, cached_k)
         if kernels is None:
@@ -636,8 +634,8 @@ class CpuOperations(Operations):
 def _own(matrix: nn.Module) -> TypeGuard[Linear]:
     """Return whether the kernels can multiply in place of a matrix module.
 
-    It must be a Linear of this project without an adapter, and multiply only with its own weight,
-    rounded to the format of the activations or to 8 bits.
+    The module must be a Linear of this project without an adapter, and multiply only by its own
+    weight, rounded to the format of the activations or to 8 bits.
     """
     if type(matrix) is not Linear or type(matrix.weight) is not nn.Parameter:
         return False
@@ -646,7 +644,7 @@ def _own(matrix: nn.Module) -> TypeGuard[Linear]:
 
 
 def _can_be_packed(module: nn.Module) -> bool:
-    """Return whether a module has a bf16 weight and no function yet that multiplies with it."""
+    """Return whether a module has a non-empty bf16 weight and an unused `multiply` hook."""
     if not hasattr(module, "multiply") or module.multiply is not None:
         return False
     weight = getattr(module, "weight", None)
@@ -656,5 +654,5 @@ def _can_be_packed(module: nn.Module) -> bool:
 
 
 def _many(q: Tensor, kernels: Kernels) -> bool:  # (B, T, H, D)
-    """Return whether attend_many() takes less time than torch's operators."""
+    """Return whether attend_many() supports these queries and is faster than torch."""
     return q.size(1) >= MANY_QUERIES and kernels.takes_many(q)

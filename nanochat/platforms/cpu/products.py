@@ -24,7 +24,7 @@ OUTPUTS = 32  # as in int8.h; the outputs and inputs of a Matrix8 must be multip
 
 
 class Matrix:
-    """One or more stacked matrices, whose rows give the outputs, in the activations' format."""
+    """One or more matrices, stacked by rows and cast to the format of the activations."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Matrix:
         return x @ self.weight.mT
 
     def squared_relu(self, x: Tensor) -> Tensor:  # (N, inputs) -> (N, outputs)
-        """Return relu(y)^2, where y are the outputs for activations x."""
+        """Return the squared ReLU of the outputs for activations x."""
         y = self.times(x)
         return self.kernels.squared_relu(y, y)
 
@@ -63,7 +63,7 @@ class Matrix:
 
 
 class Matrix8(Matrix):
-    """Stacked matrices that multiply in 8-bit integers, rounded from the masters."""
+    """Stacked matrices that are rounded from the masters and multiply in 8-bit integers."""
 
     def __init__(
         self,
@@ -89,12 +89,12 @@ class Matrix8(Matrix):
         return self.training.product_int8(x, packed, factors)
 
     def squared_relu(self, x: Tensor) -> Tensor:
-        """Return relu(y)^2, where y are the outputs for activations x, computed in 8 bits."""
+        """Return the squared ReLU of the outputs for activations x, computed in 8 bits."""
         packed, factors = self._packed
         return self.training.product_int8(x, packed, factors, squared=True)
 
     def back(self, g: Tensor) -> Tensor:
-        """Return the gradient of x, computed in 8 bits."""
+        """Return the gradient of x, given the gradient of the outputs, computed in 8 bits."""
         packed, factors = self.training.pack_int8(self.weight.float(), back=True)
         return self.training.product_int8(g, packed, factors)
 

@@ -1,8 +1,7 @@
-"""Calls the library compiled from training.cpp: attention for training, and gradients.
+"""Calls the library compiled from training.cpp: operators for training, and their gradients.
 
-Attention keeps what its gradient needs. gradients.py registers these functions with torch's
-autograd. Sums of many numbers are fp32. Shapes: B batch, T time, C channels, H heads, D head
-dimension, N tokens.
+gradients.py registers these functions with torch's autograd. Sums of many numbers are fp32. Shapes:
+B batch, T time, C channels, H heads, D head dimension, N tokens.
 """
 
 import ctypes
@@ -62,9 +61,9 @@ def side_by_side(x: Tensor) -> Tensor:  # (B, T, H, D)
 
 
 def token_stride(x: Tensor) -> int:  # (B, T, H, D)
-    """Return the distance in numbers between consecutive tokens.
+    """Return the distance in elements between consecutive tokens.
 
-    If the tokens are not evenly spaced, it is the distance in a contiguous copy.
+    If the tokens or their heads are not evenly spaced, it is the distance in a contiguous copy.
     """
     x = side_by_side(x)
     B, T, H, D = x.shape
@@ -81,7 +80,7 @@ def token_stride(x: Tensor) -> int:  # (B, T, H, D)
 def training(folder: Path) -> "Training | None":
     """Return the functions for training, compiling them into `folder` if they are missing.
 
-    Returns None and logs the reason if they cannot be compiled.
+    Returns None and logs the reason if they cannot be compiled or loaded.
     """
     library = library_of(folder, TRAINING)
     return None if library is None else Training(library)
@@ -130,7 +129,7 @@ class Training:
     ) -> Tensor:  # (..., C)
         """Return the gradient of x, given the gradient of its RMS norm.
 
-        `x_grad_besides` is the gradient that x has from its other uses, which is added.
+        `x_grad_besides`, the gradient of x from its other uses, is added.
         """
         x = x.contiguous()
         y_grad = y_grad.contiguous()
@@ -151,9 +150,9 @@ class Training:
         a: Tensor,  # ()
         b: Tensor,  # ()
     ) -> tuple[Tensor, Tensor, Tensor]:  # (..., C), (..., C), (2,) fp32
-        """Return the gradients of x, x0, and both factors in a x + b x0.
+        """Return the gradients of x, x0 and (a, b), given `g`, the gradient of a x + b x0.
 
-        `x0_grad_besides` is the gradient that x0 has from its other uses, which is added.
+        `x0_grad_besides`, the gradient of x0 from its other uses, is added.
         """
         g = g.contiguous()
         x = x.contiguous()
@@ -178,7 +177,7 @@ class Training:
         epsilon: float,
         sharpen: float,
     ) -> None:
-        """Write the gradient of x, given the gradient of kernels.turn() without a weight."""
+        """Write the gradient of x to `x_grad`, given that of Kernels.turn() without a weight."""
         B, T, H, D = x.shape
         half = cos.size(-1)
         assert half * 2 == D
@@ -196,7 +195,7 @@ class Training:
         y: Tensor,
         x_grad: Tensor,  # written here; may be `y_grad`
     ) -> None:
-        """Write the gradient of x, given y = relu(x)^2 and the gradient of y."""
+        """Write the gradient of x to `x_grad`, given y = relu(x)^2 and the gradient of y."""
         self._call("squared_relu_back", y.dtype, (y_grad, y, x_grad), (y.numel(),))
 
     def gate(
@@ -206,7 +205,7 @@ class Training:
         value_embedding: Tensor,  # (N, H, D) contiguous
         v: Tensor,  # (N, H, D), heads adjacent in memory, changed here
     ) -> Tensor:  # (N, H) fp32
-        """Add 3 sigmoid(w x[:R]) times a value embedding to v, and return the sigmoids."""
+        """Add 3 sigmoid(w x[:R]) times `value_embedding` to v, and return the sigmoids."""
         N, H, D = value_embedding.shape
         opened = x.new_empty((N, H), dtype=torch.float32)
         sizes = (N, x.size(1), v.stride(0), H, D, w.size(1))
@@ -242,7 +241,7 @@ class Training:
     ) -> Tensor:
         """Return k with half of each head taken from the token before, as in gpt.offset_keys().
 
-        With `back`, that half comes from the token after, which is how gradients move.
+        With `back`, that half comes from the token after, as the gradient needs.
         """
         B, T, H, D = k.shape
         assert D % 4 == 0
@@ -278,7 +277,7 @@ class Training:
         smear_lambda: Tensor,  # ()
         opened: Tensor,  # (B, T) fp32
     ) -> tuple[Tensor, Tensor]:  # (B, T, C), (R + 1,) fp32
-        """Return the gradient of x, and the gradients of w and, last, of `smear_lambda`."""
+        """Return the gradient of x, and one tensor with those of w and, last, of `smear_lambda`."""
         B, T, C = x.shape
         y_grad = y_grad.contiguous()
         x_grad = torch.empty_like(x)
@@ -297,7 +296,7 @@ class Training:
             self._call("square_sum", x.dtype, (x, total), (x.numel(),))
         return sums
 
-    # --- products in 8 bits ----------------------------------------------------------------------
+    # --- 8-bit products --------------------------------------------------------------------------
 
     def pack_int8(
         self,
@@ -324,7 +323,7 @@ class Training:
         factors: Tensor,  # from pack_int8()
         squared: bool = False,
     ) -> Tensor:  # (N, outputs)
-        """Return the product of rows with a packed matrix, or its squared ReLU."""
+        """Return the product of x and a packed matrix, or with `squared`, its squared ReLU."""
         x = x.contiguous()
         inputs, outputs = packed.shape
         N = len(x)
@@ -338,7 +337,7 @@ class Training:
         g: Tensor,  # (N, outputs) bf16, outputs a multiple of 32
         x: Tensor,  # (N, inputs) bf16, inputs a multiple of 32
     ) -> Tensor:  # (outputs, inputs) fp32
-        """Return the gradient of a matrix, which is g transposed times x, summed over tokens."""
+        """Return the gradient of a matrix, g transposed times x, computed in 8 bits."""
         g = g.contiguous()
         x = x.contiguous()
         w_grad = torch.empty(g.size(1), x.size(1))
@@ -385,7 +384,7 @@ class Training:
         window: int,
         scale: float,
     ) -> None:
-        """Write the gradients of q, k and v, given attention()'s results and the gradient of y."""
+        """Write the gradients of attention() to `input_grads`, given its results and `y_grad`."""
         B, T, H, D = q.shape
         sizes = (B, T, H, k.size(2), D, min(window, T))
         strides = _strides(q, k, v, y, y_grad, *input_grads)
@@ -398,7 +397,7 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 def _strides(*tensors: Tensor) -> Tensor:  # (B, T, H, D) each -> (2 * tensors,)
-    """Return each tensor's strides from row to row and from token to token.
+    """Return the strides of each tensor's first two dimensions, one tensor after another.
 
     The heads of a token must be adjacent in memory.
     """

@@ -38,7 +38,7 @@ Attention = Callable[..., Any]  # has the signature of FlashAttention 3
 
 
 class NvidiaOperations(Operations):
-    """Torch's own operators, with windowed attention from the fastest library that is installed."""
+    """Torch's own operators, with windowed attention from the fastest installed library."""
 
     loss_chunk = 8192
     grain = 64
@@ -47,7 +47,7 @@ class NvidiaOperations(Operations):
     def __init__(self, generation: int, plain: bool = False):
         """Choose the attention for a GPU; with `plain`, it is torch's own.
 
-        `generation` is the major number of the compute capability. Raises UserError if the kernel
+        `generation` is the major version of the compute capability. Raises UserError if the kernel
         that NANOCHAT_FLASH_KERNEL names cannot be loaded from the hub.
         """
         super().__init__(stacks_matrices=not plain)
@@ -69,7 +69,7 @@ class NvidiaOperations(Operations):
             self.name = "torch's FlashAttention"
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
-        """Implement Operations.square_sums with one norm operator for all gradients."""
+        """Implement Operations.square_sums with a single norm operator."""
         return square_sums(gradients)
 
     def attend(
@@ -80,9 +80,10 @@ class NvidiaOperations(Operations):
         window: int,
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
-        """Implement PlainAttention.attend with FlashAttention if it takes these tensors.
+        """Implement PlainAttention.attend with FlashAttention if it supports these tensors.
 
-        It takes 16-bit numbers and head dimensions that are multiples of 8.
+        It needs 16-bit numbers and a head dimension that is a multiple of 8. The FlashAttention in
+        torch is called only for windows that hide keys.
         """
         fits = q.element_size() == 2 and q.size(3) % 8 == 0
         hides_keys = window < k.size(1) - 1
@@ -111,9 +112,9 @@ class NvidiaOperations(Operations):
         window: int,
         scale: float | None,
     ) -> Tensor:  # (B, T, H, D)
-        """Return attend(), computed with torch's attention for rows of different lengths.
+        """Return the result of attend() from torch's attention for rows of different lengths.
 
-        That function takes windows. Here all rows have the same length.
+        That function supports windows. Here all rows have the same length.
         """
         assert self.of_rows is not None
         B, T, H, _ = q.shape
@@ -137,9 +138,9 @@ class NvidiaOperations(Operations):
 
 
 def windows_of_torch() -> Attention | None:
-    """Return torch's attention for rows of different lengths, or None if it takes no windows.
+    """Return torch's attention for rows of different lengths, or None if it lacks windows.
 
-    It takes windows from torch 2.11 on.
+    It supports windows from torch 2.11 on.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -168,9 +169,9 @@ def _installed(module: str) -> bool:
 
 
 def _of_package(modules: Sequence[str]) -> tuple[Attention, str] | None:
-    """Return the attention function of the first module that is installed and works, and its name.
+    """Return the attention of the first module that is installed and works, and a name for it.
 
-    Returns None if there is no such module.
+    Returns None if no module does.
     """
     for module in modules:
         try:

@@ -1,7 +1,7 @@
 """FlashAttention 4 (the package flash-attn-4) as torch operators, for use in compiled models.
 
-The package compiles its kernels when they are first called, which takes twenty seconds, and keeps
-them. Its own function is not an operator, so torch's compiler would try to trace it.
+The package compiles its kernels on first use, which takes twenty seconds, and keeps them. Its own
+function is not an operator, so torch's compiler would try to trace it.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ WHOLE = -1  # a window that hides nothing
 
 
 def _visible(window: int) -> Mapping[str, Any]:
-    """Return the package's keyword arguments for the keys that a query sees."""
+    """Return the package's keyword arguments that say which keys a query sees."""
     if window == WHOLE:
         return {"causal": True}
     return {"causal": True, "window_size_left": window, "window_size_right": 0}
@@ -94,7 +94,7 @@ def _(
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Combines both operators into a differentiable function."""
+    """Combines the forward and backward operators into a differentiable function."""
 
     @staticmethod
     def forward(
@@ -126,7 +126,7 @@ def flash_attn_func(
     # Keys that a query sees before and after its own; -1 means all that causality allows.
     window_size: tuple[int, int],
 ) -> Tensor:  # (B, T, H, D)
-    """Return causal attention; takes the same arguments as FlashAttention 3."""
+    """Return causal attention; the arguments are named as in FlashAttention 3."""
     assert causal
     scale = q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale
     window = window_size[0]

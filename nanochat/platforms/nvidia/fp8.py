@@ -2,7 +2,7 @@
 
 Activations and weights keep three bits of fraction (e4m3). Gradients keep two and have a wider
 range (e5m2), as in "FP8 formats for deep learning" (arXiv 2209.05433). Scales are computed in every
-pass, so nothing has to be saved.
+pass, so checkpoints need not hold them.
 """
 
 from functools import partial
@@ -34,7 +34,7 @@ def rounded(
     form: torch.dtype,  # FINE or WIDE
     bound: float | None = None,  # no number in x exceeds this; None if it must be searched for
 ) -> tuple[Tensor, Tensor]:  # the shape of x, and () fp32
-    """Return x divided by a factor and rounded to eight bits, and that factor."""
+    """Return x divided by a factor and rounded to the 8-bit format `form`, and that factor."""
     if bound is None:
         largest = x.abs().amax().float()
     else:
@@ -52,14 +52,14 @@ def _times(
     dtype: torch.dtype,  # of the product
     fast: bool = False,  # sum in fewer bits
 ) -> Tensor:  # (M, N)
-    """Return the product of two 8-bit matrices."""
+    """Return the product of two 8-bit matrices, times both of their factors."""
     if b.stride(0) != 1:
         b = b.t().contiguous().t()
     return _scaled_mm(a, b, a_factor, b_factor, out_dtype=dtype, use_fast_accum=fast)
 
 
 class _Product(torch.autograd.Function):
-    """Multiplies x with a transposed weight in FP8, and computes both gradients in FP8 too."""
+    """Multiplies x by a transposed weight in FP8, and computes both gradients in FP8 too."""
 
     @staticmethod
     def forward(
@@ -90,10 +90,7 @@ def product(
     weight: Tensor,  # (N, K)
     bound: float | None = None,  # no number in x exceeds this; if known, it saves a pass over x
 ) -> Tensor:  # (..., N)
-    """Return x times the transposed weight, in FP8 if gradients are enabled.
-
-    Passes without gradients, such as validation, never use 8 bits.
-    """
+    """Return x times the transposed weight, in FP8 only if gradients are enabled."""
     if not torch.is_grad_enabled():
         return F.linear(x, weight.to(x.dtype))
     rows = x.flatten(0, -2)
@@ -102,10 +99,10 @@ def product(
 
 
 def normed(channels: int) -> Multiply:
-    """Return product() with a known bound for inputs that norm() has normalized.
+    """Return product() with the bound that holds for inputs that norm() has normalized.
 
-    The mean square of a token's channels is 1, so no channel exceeds the square root of their
-    number.
+    The mean square over a token's channels is 1, so no number exceeds the square root of
+    `channels`.
     """
     return partial(product, bound=channels**0.5)
 
@@ -116,8 +113,8 @@ def normed(channels: int) -> Multiply:
 def use(model: Model) -> None:
     """Make the large matrices in a GPT's layers multiply in FP8 during training.
 
-    Raises UserError (exit code 2) if the model is not a GPT, or if its sizes are not multiples of
-    16.
+    Raises UserError (exit code 2) if the model is not a GPT, or if the tokens of a row or the sides
+    of these matrices are not multiples of 16.
     """
     matrices = matrices_named(model, (*NORMED, PROJECTION))
     if not matrices:

@@ -42,7 +42,7 @@ FP8_SINCE = (8, 9)  # the compute capability of the first GPUs that multiply in 
 
 
 def peak_tflops(name: str) -> float | None:
-    """Return the peak TFLOP/s of a GPU with this full name, or None for an unknown GPU."""
+    """Return the dense bf16/fp16 peak TFLOP/s of the GPU called `name`, or None if unknown."""
     for short_name, tflops in PEAKS.items():
         if short_name in name:
             return tflops
@@ -74,7 +74,7 @@ class Nvidia(Platform):
     replays_replies = True  # 7 times as fast for one reply, and 4 for 128 (dev/LOG.md)
 
     def unavailable(self) -> str:
-        """Return why no GPU can be used, or "" if one can."""
+        """Return why this process cannot use a GPU, or "" if it can."""
         return "" if torch.cuda.is_available() else "torch sees no CUDA device"
 
     def best_dtype(self) -> tuple[torch.dtype, str]:
@@ -88,7 +88,7 @@ class Nvidia(Platform):
         return torch.float32, capability
 
     def use_fp8(self, model: Model) -> None:
-        """Make a model's large matrices multiply in FP8 during training, as in Platform.use_fp8."""
+        """Implement Platform.use_fp8 for GPUs of compute capability 8.9 or later."""
         if torch.cuda.get_device_capability() < FP8_SINCE:
             super().use_fp8(model)
         fp8.use(model)
@@ -111,10 +111,10 @@ class Nvidia(Platform):
         )
 
     def operations(self, choice: KernelChoice) -> Operations:
-        """Return operations with the fastest windowed attention that is installed.
+        """Return operations with the fastest installed windowed attention, and log its name.
 
-        The attention is torch's own if plain kernels were requested. Raises UserError if fused
-        kernels were.
+        Plain kernels mean torch's own attention. Raises UserError if fused kernels were requested,
+        or if the kernel that NANOCHAT_FLASH_KERNEL names cannot be loaded.
         """
         self.refuse_fused(choice)
         generation, _ = torch.cuda.get_device_capability()
@@ -131,7 +131,7 @@ class Nvidia(Platform):
         call: torch.nn.Module,
         samples: tuple[torch.Tensor, ...],
     ) -> Callable[..., Any]:
-        """Implement Platform.graphed without a warning that does not apply to captured passes."""
+        """Implement Platform.graphed, and turn off a warning that does not apply to graphs."""
         # torch warns that it waits for the stream of the gradients computed before the capture,
         # which is expected here.
         name = "set_warn_on_accumulate_grad_stream_mismatch"
@@ -141,7 +141,7 @@ class Nvidia(Platform):
         return super().graphed(call, samples)
 
     def peak_flops(self) -> tuple[float, str] | None:
-        """Return a known GPU's dense bf16 peak FLOP/s and its source, or None for other GPUs."""
+        """Return the GPU's dense bf16 peak FLOP/s and its source, or None for an unknown GPU."""
         name = torch.cuda.get_device_name(self.index)
         tflops = peak_tflops(name)
         if tflops is None:
@@ -149,7 +149,7 @@ class Nvidia(Platform):
         return tflops * 1e12, f"{name}, data sheet, bf16 dense"
 
     def chips(self) -> Sequence[Chip]:
-        """Return the kinds of GPUs whose memory and links the planner knows."""
+        """Return the kinds of GPUs that nanochat.planner can plan for."""
         return CHIPS
 
     @property
