@@ -634,13 +634,13 @@ class CpuOperations(Operations):
 def _own(matrix: nn.Module) -> TypeGuard[Linear]:
     """Return whether the kernels can multiply in place of a matrix module.
 
-    The module must be a Linear of this project without an adapter, and multiply only by its own
-    weight, rounded to the format of the activations or to 8 bits.
+    The module must be a Linear of this project without a bias or an adapter, and multiply only by
+    its own weight, rounded to the format of the activations or to 8 bits.
     """
     if type(matrix) is not Linear or type(matrix.weight) is not nn.Parameter:
         return False
     is_known = matrix.multiply is None or isinstance(matrix.multiply, Product8)
-    return is_known and matrix.adapter is None
+    return is_known and matrix.adapter is None and not matrix.has_bias
 
 
 def _can_be_packed(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ import torch
 from nanochat import loss
 from nanochat.evals.branches import Branches
 from nanochat.generate.adapters import Adapters
+from nanochat.linear import Linear
 from nanochat.models.lora import Adapter, LoraConfig, add_adapters, first_values
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms import host
@@ -57,6 +58,14 @@ def test_prompts_are_read_by_kernels_as_by_torch_with_a_cache_and_without() -> N
         assert not extends(q[:, :6]) and not extends(q, 32)
     for one, other in zip(states(), before, strict=True):
         assert (one - other).norm() <= 0.03 * other.norm()
+
+
+def test_a_matrix_with_a_bias_adds_it_in_training() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2, 3, 32, generator=generator)
+    matrix = Linear(32, 32, bias=True)
+    products = [operations.project(x, matrix, None) for operations in (CpuOperations(), Operations())]
+    torch.testing.assert_close(*products)
 
 
 def test_adapters_add_to_matrices_that_are_multiplied_together() -> None:
