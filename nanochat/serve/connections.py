@@ -394,7 +394,7 @@ class Connection(H11Protocol):
         self._close_politely()
 
     def _close_politely(self) -> None:
-        """Send the rest of the answer and the end of the stream, but close the socket a bit later.
+        """Send the rest of the answer and the end of the stream, and close the socket later.
 
         Closing a socket with unread data resets the connection, and the client may lose the answer.
         """

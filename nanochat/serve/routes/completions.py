@@ -115,7 +115,7 @@ class CompletionRequest:
             raise ApiError(400, "context_length_exceeded", text, "prompt")
 
     def _scores(self, request: tuple[list[int], Sampling]) -> int:
-        """Return the most log-probabilities that the answer can list for one reply and its prompt."""
+        """Return the most log-probabilities that a reply and its prompt can have in the answer."""
         prompt, sampling = request
         scores = 0
         if self.logprobs:
@@ -200,7 +200,7 @@ def _prompts(value: Any, limits: Limits) -> list[str | list[int]]:
 
 
 def _text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-    """Decode tokens to text, leaving out special tokens."""
+    """Return the decoded text of tokens, without special tokens."""
     stream = TextStream(tokenizer)
     return tokenizer.decode([token for token in tokens if not stream.is_mark(token)])
 
@@ -253,7 +253,7 @@ class CompletionWriter:
         return count_usage(prompt_tokens, reply_tokens, cached)
 
     def opening(self) -> bytes:
-        """Return b"", because the first chunk of a reply already holds text."""
+        """Return b"", because streams of this route have no opening chunk."""
         return b""
 
     def add(self, news: Sequence[tuple[int, Event]]) -> bytes:

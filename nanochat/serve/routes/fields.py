@@ -242,7 +242,7 @@ def mapping(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def is_tokens(value: Any) -> bool:
-    """Return whether a value is a list of integers, or an empty list."""
+    """Return whether a value is a list that holds nothing but integers."""
     if not isinstance(value, list):
         return False
     return all(isinstance(item, int) and not isinstance(item, bool) for item in value)
