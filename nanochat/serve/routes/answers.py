@@ -132,8 +132,7 @@ class Reply:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The reply as a message that the client may send back, with `parts` if it has calculations.
-        """
+        """The reply as a message dict, with `parts` to send back if it has calculator calls."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if any(part["type"] == "tool" for part in self.parts):
             message["parts"] = self.parts
@@ -217,8 +216,7 @@ def finite(logprob: float) -> float:
 
 
 def spelling(token: int, tokenizer: Tokenizer) -> str:
-    """Return the text of a token, or its bytes, as in bytes:\\xe4\\xbd, if they are not valid UTF-8.
-    """
+    """Return the text of a token, or its bytes as in bytes:\\xe4\\xbd if they are not UTF-8."""
     raw = tokenizer.decode_bytes([token])
     try:
         return raw.decode()

@@ -66,9 +66,9 @@ def read_conversation(
 
 
 def _checked_items(items: Any) -> list[Any]:
-    """Return `items` if they are a list of messages.
+    """Return `items`, the messages of a request.
 
-    Raises ApiError (400) if they are missing, not a list, none, or too many in messages or parts.
+    Raises ApiError (400) if they are missing, not a list, empty, or hold too many messages or parts.
     """
     if items is None:
         raise missing("messages", "a list of {role, content}")
@@ -108,9 +108,9 @@ def _part_count(item: Any) -> int:
 def _joined(messages: list[Message], items: list[Any]) -> list[Message]:
     """Return the messages, with tool results and calls merged into neighbours of the same role.
 
-    Two user messages in a row are merged if either is a tool result, and two assistant messages if
-    either holds calls. `items` are the messages as sent. Raises ApiError (400) for a tool result at
-    a place where it may not be.
+    Two adjacent user messages are merged if either is a tool result, and two assistant messages if
+    either holds calls. `items` are the messages as sent. Raises ApiError (400) for a misplaced tool
+    result.
     """
     joined: list[Message] = []
     for i, message in enumerate(messages):
@@ -133,7 +133,7 @@ def _joined(messages: list[Message], items: list[Any]) -> list[Message]:
 
 
 def _check_result(items: list[Any], i: int) -> None:
-    """Raise ApiError (400) if item `i` is a tool result after neither the assistant nor a result."""
+    """Raise ApiError (400) if item `i` is a tool result that follows no reply and no result."""
     if items[i]["role"] != "tool":
         return
     if i == 0 or items[i - 1]["role"] not in ("assistant", "tool"):
@@ -165,7 +165,7 @@ def _message(item: Any, name: str) -> Message:
 
 
 def _assistant_parts(item: dict[str, Any], name: str) -> tuple[Part, ...]:
-    """Return the parts of an assistant message: its text or `parts`, then its tool calls as text."""
+    """Return the parts of an assistant message: text or `parts`, then its tool calls as text."""
     calls = item.get("tool_calls")
     content = item.get("content")
     if item.get("parts") is not None:
