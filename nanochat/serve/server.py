@@ -95,7 +95,7 @@ class ChatServer:
     # --- facts about the server ------------------------------------------------------------------
 
     async def health(self) -> JSONResponse:
-        """Answer GET /health: how busy the engine threads are, with status 503 if one has stopped."""
+        """Answer GET /health: how busy the engines are, with status 503 if a thread has stopped."""
         threads = self.models.threads
         alive = all(thread.alive for thread in threads)
         state = {
