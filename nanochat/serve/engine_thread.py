@@ -162,9 +162,8 @@ class EngineThread(Generic[E]):
         """Queue a ticket, which the caller must release later.
 
         If there is no room, the address with the most waiting tickets loses its newest one, whose
-        events() raises Displaced. Raises asyncio.QueueFull if the ticket's own address is that one
-        or would then have as many. A ticket whose replies have all ended takes up no room, even if
-        its client never reads them.
+        events() raises Displaced. Raises asyncio.QueueFull if no ticket can give way. A ticket
+        whose replies have all ended takes up no room, even if its client never reads them.
         """
         if self.full(ticket.owner):
             raise asyncio.QueueFull

@@ -196,7 +196,7 @@ class ByAddress:
     """A queue in which addresses take turns.
 
     At most `limit` turns may wait. If there is no room, the address with the most waiting turns
-    loses its newest one, unless the new turn's address has as many; then the new turn is refused.
+    loses its newest one, or the new turn is refused.
     """
 
     def __init__(self, limit: int):

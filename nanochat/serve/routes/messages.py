@@ -68,7 +68,7 @@ def read_conversation(
 def _checked_items(items: Any) -> list[Any]:
     """Return `items`, the messages of a request.
 
-    Raises ApiError (400) if they are missing, not a list, empty, or too many, or have too many parts.
+    Raises ApiError (400) if they are missing, not a list, none, too many, or have too many parts.
     """
     if items is None:
         raise missing("messages", "a list of {role, content}")

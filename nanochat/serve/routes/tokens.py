@@ -25,9 +25,10 @@ def tokenize(
     tokenizer: Tokenizer,
     limits: Limits,
 ) -> dict[str, Any]:
-    """Return the tokens of a text or of a chat.
+    """Return the answer to /tokenize, a dict with the tokens of a text or of a chat.
 
-    A text that spells one special token, and nothing else, becomes that token.
+    A text that spells one special token, and nothing else, becomes that token. Raises ApiError if
+    the request is not valid.
     """
     fields = read_fields(value, limits, FIELDS, {"add_generation_prompt": (True,)})
     if fields.get("messages") is not None:
@@ -46,7 +47,7 @@ def tokenize(
 
 
 def _text_tokens(fields: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of the text in the field `prompt`."""
+    """Return the tokens of the text `prompt`; raise ApiError (400) if it is missing or not a text."""
     prompt = fields.get("prompt")
     if prompt is None:
         raise missing("prompt", "a text, or messages")
@@ -68,7 +69,10 @@ def detokenize(
     tokenizer: Tokenizer,
     limits: Limits,
 ) -> dict[str, Any]:
-    """Return the text of tokens, in which a special token is spelled out."""
+    """Return the answer to /detokenize, a dict with the text of tokens, special ones included.
+
+    Raises ApiError if the request is not valid.
+    """
     fields = read_fields(value, limits, {"tokens"}, {})
     if "tokens" not in fields:
         raise missing("tokens", "a list of token ids")
@@ -77,7 +81,7 @@ def detokenize(
 
 
 def tokenizer_info(tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
-    """Return what an evaluation harness asks about a tokenizer.
+    """Return the answer to /tokenizer_info, a dict of what evaluation harnesses ask about it.
 
     This is mainly its special tokens, and how long a prompt may be.
     """
@@ -97,7 +101,7 @@ def tokenizer_info(tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
 
 
 def specials(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the special tokens by their spelling.
+    """Return a dict from the spelling of each special token to its ID.
 
     Special tokens without a spelling are left out: a published model may have no token for a role,
     or only an unused row of its vocabulary.
