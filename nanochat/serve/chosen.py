@@ -126,7 +126,7 @@ def _lay_out(
 
 
 def _no_int8(loaded: Loaded, compute: Compute) -> str:
-    """Return why 8-bit matrices are unsupported or no faster for this model here, or "" if they help."""
+    """Return why 8-bit matrices are unsupported or no faster here, or "" if they help."""
     reason = compute.platform.int8_missing(compute.dtype)
     if reason:
         return reason
@@ -144,7 +144,8 @@ def choose_also(
     """Load the model that a value of --also asks for, and return its name and the model.
 
     The value is STAGE/TAG, STAGE/TAG/STEP or NAME=FOLDER. The weights, graphs and context in
-    `flags`, which are those of the first model, apply to this one too. Raises UserError if the value cannot be parsed or the model cannot be loaded.
+    `flags`, which are those of the first model, apply to this one too. Raises UserError if the
+    value cannot be parsed (exit code 2) or the model cannot be loaded.
     """
     shared = ModelFlags(weights=flags.weights, graphs=flags.graphs, context=flags.context)
     name, _, folder = value.partition("=")

@@ -47,7 +47,10 @@ def tokenize(
 
 
 def _text_tokens(fields: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of the text `prompt`; raise ApiError (400) if it is missing or not a text."""
+    """Return the tokens of the text in the field `prompt`.
+
+    Raises ApiError (400) if the field is missing or not a text.
+    """
     prompt = fields.get("prompt")
     if prompt is None:
         raise missing("prompt", "a text, or messages")
@@ -69,7 +72,7 @@ def detokenize(
     tokenizer: Tokenizer,
     limits: Limits,
 ) -> dict[str, Any]:
-    """Return the answer to /detokenize, a dict with the text of tokens, special ones included.
+    """Return the answer to /detokenize, a dict with the text of tokens, including special ones.
 
     Raises ApiError if the request is not valid.
     """
@@ -81,7 +84,7 @@ def detokenize(
 
 
 def tokenizer_info(tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
-    """Return the answer to /tokenizer_info, a dict of what evaluation harnesses ask about it.
+    """Return the answer to /tokenizer_info, a dict of what evaluation harnesses need to know.
 
     This is mainly its special tokens, and how long a prompt may be.
     """

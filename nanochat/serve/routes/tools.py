@@ -1,6 +1,6 @@
 """Handles a client's tools: tells the model about them, and returns its calls to the client.
 
-Models write calls in the format of Qwen, <tool_call>{"name": ..., "arguments": {...}}</tool_call>. If
+Models write calls as Qwen models do, <tool_call>{"name": ..., "arguments": {...}}</tool_call>. If
 the client demands a call, a JSON schema limits the whole reply to one. Our own calculator has its
 own special tokens, and is not handled here.
 """
@@ -37,7 +37,7 @@ class Tools:
 
     @property
     def schema(self) -> str | None:
-        """The JSON schema (as text) of a reply that must be a call, or None if it need not be one."""
+        """The JSON schema (as text) of a reply that must be a call, or None if none is required."""
         if not self.forced:
             return None
         argument_schemas = _standalone({name: self.parameters[name] for name in self.forced})
@@ -61,8 +61,8 @@ def _standalone(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
     A pointer such as #/$defs/Colour starts at the nearest schema around it that has a `$id`, so
     every schema gets a `$id` here. A schema keeps its own `$id`, which its references may name,
-    unless two schemas share it or it begins with #. `$schema` is left out, because drafts before 2019-09 ignore a `$id`
-    next to a `$ref`, and draft 4 has no `$id`.
+    unless two schemas share it or it begins with #. `$schema` is left out, because drafts before
+    2019-09 ignore a `$id` next to a `$ref`, and draft 4 has no `$id`.
     """
     id_counts = Counter(str(schema.get("$id")) for schema in parameters.values())
     standalone_schemas = {}
@@ -257,7 +257,7 @@ class CallText:
         return 0
 
     def _call(self, text: str) -> dict[str, Any] | None:
-        """Return the call in a JSON text in OpenAI's format, or None if it calls none of the tools."""
+        """Return the call in a JSON text in OpenAI's format, or None if it calls no known tool."""
         try:
             call = json.loads(text)
         except (ValueError, RecursionError):
