@@ -33,7 +33,7 @@ SWALLOWED_BYTES = 1 << 20
 # The kernel's buffer for each direction, which by default grows to some megabytes if a client does
 # not read.
 SOCKET_BYTES = 64 * 1024
-WARNING_SECONDS = 60  # least time between two lines in the log about the same thing
+WARNING_SECONDS = 60  # least time between two log lines with the same message
 
 # What the server waits for: a request, the rest of its headers, the rest of its body, for the
 # client to read what was sent, or for it to receive a refusal before the connection closes.
@@ -394,7 +394,7 @@ class Connection(H11Protocol):
         self._close_politely()
 
     def _close_politely(self) -> None:
-        """Send the rest of the answer and the end of the stream, and close the socket later.
+        """Finish sending, and close once the client does or a deadline passes.
 
         Closing a socket with unread data resets the connection, and the client may lose the answer.
         """

@@ -70,7 +70,7 @@ class Ticket(Generic[E]):
         self.automaton = automaton
         # Only the engine's thread changes the next two.
         self.submitted = 0  # how many of the requests the engine has received
-        self.running: dict[int, int] = {}  # the engine's request number -> its index in `requests`
+        self.running: dict[int, int] = {}  # the engine's request ID -> the index in `requests`
         self.unfinished = len(requests)  # only the event loop uses this
         self._news: asyncio.Queue[tuple[int, E] | Exception] = asyncio.Queue()
 
@@ -131,7 +131,7 @@ class EngineThread(Generic[E]):
         self._limit = self.slots + waiting  # of tickets
         self._inbox: queue.SimpleQueue[Ticket[E] | Literal["look", "stop"]] = queue.SimpleQueue()
         # Only the engine thread uses the next four.
-        self._running: dict[int, Ticket[E]] = {}  # by the engine's request number
+        self._running: dict[int, Ticket[E]] = {}  # by the engine's request ID
         self._news: list[tuple[Ticket[E], tuple[int, E] | Exception]] = []  # not delivered yet
         # Address -> when its latest reply began, by the monotonic clock.
         self._begun: dict[str, float] = {}
@@ -258,7 +258,7 @@ class EngineThread(Generic[E]):
     def _remember(self, owner: str) -> None:
         """Record that a reply of an address begins now.
 
-        If too many addresses are recorded, those without a recent reply are forgotten.
+        If too many addresses are recorded, those that began no reply recently are dropped.
         """
         now = time.monotonic()
         self._begun[owner] = now

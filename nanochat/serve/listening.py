@@ -246,8 +246,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and give the answers under way DRAIN_SECONDS to end.
 
-        After that time, they end with an error. Answers that their clients do not read are then
-        cancelled by uvicorn, which logs how many in one line.
+        After that time, they end with an error. Answers whose clients do not read them are
+        cancelled later by uvicorn, which logs their number in one line.
         """
         logging.getLogger("uvicorn.error").addFilter(_not_cancelled)
         for accepting in self._accepting:

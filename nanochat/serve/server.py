@@ -44,7 +44,7 @@ ESCAPE = re.compile(
 class Settings:
     """The server's limits and key, and what it serves in addition to the API."""
 
-    waiting: int = 64  # chats that may wait for a slot of a model; the server refuses more
+    waiting: int = 64  # requests that may wait for a slot of a model; the server refuses more
     # Requests that may wait to be checked; the server refuses more, the largest first.
     preparing: int = 64
     # Requests that one address may have at the same time; 0: no such limit.
@@ -95,7 +95,7 @@ class ChatServer:
     # --- facts about the server ------------------------------------------------------------------
 
     async def health(self) -> JSONResponse:
-        """Answer GET /health: how busy the engines are, with status 503 if a thread has stopped."""
+        """Answer GET /health: how busy the engines are, with status 503 if one has stopped."""
         threads = self.models.threads
         alive = all(thread.alive for thread in threads)
         state = {
@@ -169,7 +169,7 @@ class ChatServer:
         return answer
 
     async def respond(self, request: Request) -> Response:
-        """Answer POST /v1/responses."""
+        """Answer POST /v1/responses, which may continue a stored response of the same key."""
         reader = functools.partial(read_response, shelf=self._shelf(request))
         return await self.generating(reader)(request)
 
@@ -216,9 +216,9 @@ class ChatServer:
     ) -> Prepared:
         """Check a body, submit its requests to the engine's thread, and return them as Prepared.
 
-        Bodies are checked one at a time, and encoded only if there is room for the request. A JSON
-        schema that is not compiled yet is compiled after that, with addresses taking turns. Raises
-        ApiError: 429 if there is no room, or the refusal of a check.
+        Bodies are checked one at a time, and their prompts encoded only if there is room for the
+        request. A JSON schema that is not compiled yet is compiled after that, with addresses
+        taking turns. Raises ApiError: 429 if there is no room, or the refusal of a check.
         """
         loop = asyncio.get_running_loop()
 
@@ -273,7 +273,7 @@ class ChatServer:
         return Prepared(model, ticket, work.writer)
 
     def close(self) -> None:
-        """Stop preparing bodies, and cancel those that are waiting."""
+        """Shut down the threads that prepare bodies, without waiting for them."""
         for executor in (self.preparing, self.schemas):
             executor.shutdown(wait=False, cancel_futures=True)
 
@@ -346,8 +346,7 @@ def decode_json(body: bytes) -> Any:
     JSON in UTF-8, or if a number in it is NaN or infinite.
     """
     try:
-        # Some routes send texts of the request back, which would fail for half of a surrogate pair,
-        # so all of these are replaced here.
+        # Some routes send texts of the request back, which would fail for an unpaired surrogate.
         text = ESCAPE.sub(_without_half, body.decode("utf-8-sig"))
         return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):

@@ -60,11 +60,11 @@ class Line(Generic[W]):
             self._waiting.setdefault(waiter.owner, deque()).append(waiter)
 
     def next(self, may_begin: Callable[[W], bool] = lambda waiter: True) -> W | None:
-        """Return the oldest request of the address whose turn it is, or None if none may begin.
+        """Return the oldest request of the address whose turn it is, or None if there is none.
 
-        The turn then passes to the next address. An address whose oldest request may not begin yet
-        is skipped but keeps its place. The request stays in the line: the caller begins one part of
-        it, and then calls done_with().
+        The turn then passes to the next address. An address is skipped but keeps its place if its
+        oldest request may not begin yet. The returned request stays in the line: the caller begins
+        one part of it, and then calls done_with().
         """
         with self._lock:
             for owner, waiting in self._waiting.items():

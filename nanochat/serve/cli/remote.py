@@ -62,9 +62,9 @@ class Remote:
         A setting comes from `flags`, which the user asked for, or else from the server's defaults;
         it is None if the server does not publish a default.
 
-        A nanochat server refuses a reply that does not fit into its context. So there a reply gets
-        at most three quarters of the context if the user asked for a length, and otherwise at most
-        half, as on the web page. The rest is for the chat.
+        A nanochat server refuses a reply that does not fit into its context. There, a
+        reply therefore gets at most three quarters of the context if the user asked for a length,
+        and otherwise at most half, as on the web page. The rest is for the chat.
         """
         settings = {**dict.fromkeys(SETTINGS), **self._defaults, **flags}
         if self.context and settings["max_tokens"]:
@@ -81,7 +81,7 @@ class Remote:
         settings: dict[str, Any],
         stopped: Callable[[], bool],
     ) -> Iterator[Part]:
-        """Yield the parts of a reply as they arrive, until `stopped` returns true.
+        """Yield the parts of a reply as they arrive, until it ends or `stopped` returns true.
 
         Raises UserError if the server cannot be reached, refuses the request, or fails during the
         reply.

@@ -81,8 +81,8 @@ def ask() -> str:
 def keyboard() -> Iterator[Callable[[], str]]:
     """Yield a function that reads a message like ask(), and ignore Ctrl-C except while it reads.
 
-    There, Ctrl-C raises KeyboardInterrupt, but only once per call. So holding the keys a moment too
-    long neither ends the chat nor stops the next answer, for which stoppable() handles Ctrl-C.
+    While it reads, Ctrl-C raises KeyboardInterrupt, but only once per call. So holding the keys a
+    moment too long does not end the chat. Inside the block, stoppable() may handle Ctrl-C instead.
     """
     asking = False
 
@@ -135,7 +135,7 @@ def utf8() -> Iterator[None]:
 
     If the terminal's locale is C or is not installed, the editor would take each byte of a Chinese
     character for a key pressed with Alt, and list files or recall old lines. The editor reads the
-    environment again for each line, so the locale is changed there.
+    environment again for each line, which is why the locale is changed there.
     """
     name = "LC_ALL" if os.environ.get("LC_ALL") else "LC_CTYPE"
     previous_locale = os.environ.get(name)

@@ -11,7 +11,7 @@ FORMAT = "nanochat-chat"
 
 
 def instructions(messages: list[Message]) -> list[Message]:
-    """Return a list of the system message that begins a chat, or [] if there is none."""
+    """Return a list that holds the system message at the start of a chat, or [] without one."""
     return [message for message in messages[:1] if message.role == "system"]
 
 

@@ -211,7 +211,7 @@ def count_usage(prompt: int, reply: int, cached: int) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """Return `logprob`, but at least LEAST, since JSON has no minus infinity."""
+    """Return `logprob`, but at least -9999, since JSON has no minus infinity."""
     return max(logprob, LEAST)
 
 
@@ -295,7 +295,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
 
 
 class Answer(Response):
-    """The answer to one request, streamed or whole, which always releases the ticket at its end."""
+    """The answer to one request, streamed or whole; it always releases the request's ticket."""
 
     def __init__(
         self,

@@ -179,7 +179,7 @@ class Envelope:
         choices: list[dict[str, Any]],
         usage: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        """Return an API object of a `kind` as a dict, with the usage unless that is None."""
+        """Return an API object of the type `kind` as a dict, with `usage` unless that is None."""
         body = {
             "id": self.id,
             "object": kind,
@@ -310,7 +310,7 @@ class ChatWriter:
         scores: Sequence[dict[str, Any]] = (),
         usage: dict[str, Any] | None = None,
     ) -> bytes:
-        """Return one chunk of a reply, with the usage so far if the client wants it everywhere."""
+        """Return one chunk of a reply, with the usage so far if all chunks should have it."""
         begun = any(choice.tokens for choice in self._choices)
         if self._request.settings.continuous_usage and finish is None and begun:
             usage = self.usage

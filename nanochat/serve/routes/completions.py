@@ -102,7 +102,7 @@ class CompletionRequest:
         prompt: list[int],
         limits: Limits,
     ) -> None:
-        """Raise ApiError (400) if prompt `number` is empty or leaves no room for the reply."""
+        """Raise ApiError (400) if prompt `number` is empty or leaves a reply too little room."""
         if not prompt:
             text = f"prompt {number} is empty: it must have a token"
             raise ApiError(400, "empty_prompt", text, "prompt")
@@ -291,7 +291,7 @@ class CompletionWriter:
         return {**self._head, "choices": choices, "usage": self.usage}
 
     def _echo(self, index: int, token_event: Event) -> str:
-        """Return a reply's echoed prompt if `token_event` is the reply's first, else "".
+        """Return the prompt to echo before a reply's first token, or "" if there is none to echo.
 
         If the client asked for them, the prompt's log-probabilities are listed as well.
         """

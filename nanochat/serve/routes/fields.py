@@ -27,7 +27,7 @@ ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_l
 IGNORED = frozenset(
     {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "request_id"}
 )
-# OpenAI's fields that every generating route reads, and the ones that vLLM adds.
+# OpenAI's sampling fields that the completion routes read, and the ones that vLLM adds.
 OPENAI = {
     "temperature",
     "top_p",
@@ -80,7 +80,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds a request: the name of its model, and its context and vocabulary in tokens."""
+    """The model that a request may name, and the sizes of its context and vocabulary in tokens."""
 
     model: str
     context: int
@@ -106,7 +106,7 @@ def read_fields(
     names: Collection[str],
     neutral: Mapping[str, tuple[Any, ...]],
 ) -> dict[str, Any]:
-    """Return the fields of a decoded body, without null ones and those in IGNORED.
+    """Return the fields of a decoded body, without those that are null or cannot change an answer.
 
     `names` are the fields that the route reads. `neutral` maps each unsupported field to the values
     that are accepted because they change nothing. Raises ApiError: 404 for another model, and 400
@@ -355,7 +355,7 @@ def read_settings(
 def read_format(value: Any, name: str) -> str | None:
     """Return the JSON schema (as text) that a response format asks for, or None for free text.
 
-    Raises ApiError (400), with `name` as the field, for an unknown format or a missing schema.
+    Raises ApiError (400) about the field `name` if the format is unknown or its schema malformed.
     """
     if value is None:
         return None
@@ -379,7 +379,7 @@ def read_format(value: Any, name: str) -> str | None:
 def alternatives(fields: Mapping[str, Any], name: str) -> int | None:
     """Return how many of the most likely tokens to list at each position.
 
-    Returns None if the field `name` is absent. Raises ApiError (400) if it is out of range.
+    Returns None if the field `name` is absent. Raises ApiError (400) if it is not valid.
     """
     return integer(fields, name, 0, MOST_ALTERNATIVES)
 
@@ -387,8 +387,8 @@ def alternatives(fields: Mapping[str, Any], name: str) -> int | None:
 def check_scores(scores: int, lower: str) -> None:
     """Raise ApiError (400) if an answer would list more than MOST_SCORES log-probabilities.
 
-    This bounds the answer before the engine starts. `scores` is the largest number that it could
-    list. `lower` names the fields that the client should lower.
+    This bounds the answer before the engine starts. `scores` is how many it could list at most, and
+    `lower` names the fields that the client should lower.
     """
     if scores > MOST_SCORES:
         text = (
@@ -433,7 +433,7 @@ def _stop_tokens(fields: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:
 def _biases(fields: Mapping[str, Any], limits: Limits) -> tuple[tuple[int, float], ...]:
     """Return the (token, bias) pairs of the field `logit_bias`.
 
-    Raises ApiError (400) if there are too many, or if a token or a bias is out of range.
+    Raises ApiError (400) if there are too many, or if a token or a bias is not valid.
     """
     values = mapping(fields, "logit_bias")
     if len(values) > MOST_BIASES:

@@ -68,7 +68,8 @@ def read_conversation(
 def _checked_items(items: Any) -> list[Any]:
     """Return `items`, the messages of a request.
 
-    Raises ApiError (400) if they are missing, not a list, none, too many, or have too many parts.
+    Raises ApiError (400) if they are missing or not a list, or hold none or too many messages or
+    too many parts.
     """
     if items is None:
         raise missing("messages", "a list of {role, content}")
@@ -144,7 +145,7 @@ def _check_result(items: list[Any], i: int) -> None:
 def _message(item: Any, name: str) -> Message:
     """Check one message of a request, and return it as a Message.
 
-    `name` stands for it in errors. Raises ApiError (400) if the message is malformed.
+    `name` stands for the message in errors. Raises ApiError (400) if the message is malformed.
     """
     if not isinstance(item, dict):
         raise invalid(f"{name} must be an object {{role, content}}, got {kind(item)}", name)
@@ -193,7 +194,7 @@ def _merge_texts(*parts: Part) -> tuple[Part, ...]:
 def text_of(content: Any, name: str) -> str:
     """Return the text of a message's `content`, which is a string or a list of text parts.
 
-    Raises ApiError (400), with `name` as the field, for anything else.
+    Raises ApiError (400) about the field `name` for anything else.
     """
     if isinstance(content, list):
         if not all(map(_is_text, content)):
@@ -212,9 +213,9 @@ def _is_text(part: Any) -> bool:
 
 
 def _parts(items: Any, name: str) -> tuple[Part, ...]:
-    """Return the parts of a reply with calculator calls that a client sends back.
+    """Return the parts of a reply that a client sends back in the format of Reply.parts.
 
-    `items` have the format of Reply.parts. Raises ApiError (400) for any other format.
+    Raises ApiError (400) about the field `name` for any other format.
     """
     parts: list[Part] = []
     for item in items if isinstance(items, list) else [items]:
@@ -254,9 +255,9 @@ def as_request(message: Message) -> dict[str, Any]:
 def alternating(conversation: Conversation) -> Conversation:
     """Return a chat in the form of training data: a system message, if any, then alternating turns.
 
-    All system messages are joined into one, and so are consecutive messages of one other role. If
-    the assistant speaks first, an empty user message is put before it. If there are only system
-    messages, they become a user message.
+    System messages are joined into one, and so are consecutive messages of the user or of the
+    assistant. If the assistant speaks first, an empty user message is put in front. If there are
+    only system messages, they become one user message.
     """
     instructions: list[str] = []
     turns: list[Message] = []
@@ -280,7 +281,7 @@ def alternating(conversation: Conversation) -> Conversation:
 
 
 def with_instructions(conversation: Conversation, instructions: str) -> Conversation:
-    """Return a conversation with `instructions`, if any, put first in its system message."""
+    """Return a conversation with `instructions`, if any, as or in front of its system message."""
     messages = conversation.messages
     if not instructions:
         return conversation
@@ -312,9 +313,9 @@ def render_chat(
 ) -> list[int]:
     """Return the tokens of a chat, followed by those that begin the reply.
 
-    Messages in another order than that of training data are reordered by answerable(), unless the
-    template of a published model can render them. Raises ApiError (400), with `field` as the field,
-    if the template refuses the chat.
+    A chat that is not in the form of training data is converted by answerable(), unless the
+    template of a published model can render it as sent. Raises ApiError (400) about the field
+    `field` if the template refuses the chat.
     """
     plain = answerable(conversation)
     try:
@@ -339,11 +340,11 @@ def make_prompt(
     context: int,
     field: str = "messages",
 ) -> tuple[list[int], int]:
-    """Return a prompt that fits into the context, and how many of the oldest turns were dropped.
+    """Return the tokens of a prompt that fits, and how many of the oldest turns were dropped.
 
-    The prompt leaves room for `max_tokens`, or for one token if that is None. Turns, as counted
-    after answerable(), are dropped only with `truncate`. Raises ApiError (400), with `field` as the
-    field, if the prompt cannot be made to fit.
+    The context has room for `max_tokens` more, or for one token if that is None. Turns, as counted
+    after answerable(), are dropped only with `truncate`. Raises ApiError (400) about the field
+    `field` if the prompt does not fit or cannot be rendered.
     """
     reply_length = max_tokens or 1
     room = context - reply_length

@@ -86,7 +86,7 @@ def detokenize(
 def tokenizer_info(tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
     """Return the answer to /tokenizer_info, a dict of what evaluation harnesses need to know.
 
-    This is mainly its special tokens, and how long a prompt may be.
+    This is mainly the special tokens, and how long a prompt may be.
     """
     spellings = {token: text for text, token in specials(tokenizer).items()}
     decoder = {}

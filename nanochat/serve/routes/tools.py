@@ -32,8 +32,8 @@ class Tools:
     """The functions that a client offers."""
 
     parameters: Mapping[str, Any]  # name -> JSON schema of the arguments
-    instructions: str  # what the model reads about them; empty if it must not call any
-    forced: tuple[str, ...]  # the reply must call one of these; empty if the model is free
+    instructions: str  # what the model reads about the functions; empty if it may not call any
+    forced: tuple[str, ...]  # the reply must call one of these; empty if no call is required
 
     @property
     def schema(self) -> str | None:
@@ -79,7 +79,7 @@ def _standalone(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def read_tools(fields: Mapping[str, Any]) -> Tools:
-    """Return the tools of a request, or NONE if the model must not call any.
+    """Return the tools of a request, which are empty if the model must not call any.
 
     Raises ApiError (400) if `tools` are not functions in OpenAI's format, or `tool_choice` is not
     valid.
@@ -112,7 +112,7 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
 
 
 def _forced(choice: Any, parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the functions one of which must be called, or () if none must.
+    """Return the names of the functions that a required call must choose from, () if none is.
 
     `choice` is the field `tool_choice`. Raises ApiError (400) if it is not valid.
     """
@@ -180,7 +180,7 @@ def _function(item: Any, name: str) -> dict[str, Any]:
 def written_calls(calls: Any, name: str) -> str:
     """Return the tool calls of an assistant message as text in the form that models write.
 
-    Raises ApiError (400), with `name` as the field, if they are malformed.
+    Raises ApiError (400) about the field `name` if they are malformed.
     """
     if not isinstance(calls, list):
         raise invalid(f"{name} must be a list of calls, got {kind(calls)}", name)
@@ -244,7 +244,7 @@ class CallText:
         return [item for item in items if item]
 
     def _open_beginning(self, start: int) -> int:
-        """Return how many characters at the end of the withheld text may begin a call.
+        """Return how many characters at the end of the withheld text may belong to a call.
 
         `start` is the index of an opening tag without a closing one, or -1.
         """
@@ -257,7 +257,7 @@ class CallText:
         return 0
 
     def _call(self, text: str) -> dict[str, Any] | None:
-        """Return the call in a JSON text in OpenAI's format, or None if it calls no known tool."""
+        """Return the call in `text` in OpenAI's format, or None if it is not a valid call."""
         try:
             call = json.loads(text)
         except (ValueError, RecursionError):

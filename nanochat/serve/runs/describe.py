@@ -15,7 +15,7 @@ from nanochat.serve.runs.follow import MOST_STEPS, figures_of, open_regular
 
 MOST_RUNS = 200  # in the list; the oldest are left out
 TAIL_BYTES = 1 << 17  # how much of the end of a file is read for the list
-RECENT_STEPS = 20  # the time left follows from their pace, as in the log of the training
+RECENT_STEPS = 20  # their mean duration gives the time left, as in the training log
 # A run without a lock that this host can see counts as stopped if it has not written a line for so
 # long.
 SILENT_SECONDS = 120

@@ -28,7 +28,7 @@ FRESH_SECONDS = 0.5  # how long the list of runs is used before it is made again
 class Runs:
     """Answers requests about the runs under a base folder.
 
-    A thread of its own reads the files, for one request at a time.
+    Its own thread reads the files, for one request at a time.
     """
 
     def __init__(self, base: Path, chat: bool):
@@ -54,7 +54,7 @@ class Runs:
         """Answer GET /runs/data?shown=KEY.EDITION.ROWS,... with the runs and their new figures.
 
         The body lists the runs, and for each run in `shown` the rows that a reader with the first
-        ROWS rows of that edition lacks. If the request has the answer's ETag in If-None-Match,
+        ROWS rows of EDITION lacks. If the request has the answer's ETag in If-None-Match,
         nothing is new, and the status is 304 without a body.
         """
         shown = _shown_runs(request.query_params.get("shown", ""))

@@ -98,7 +98,7 @@ class ResponseRequest:
     def _messages(self, dropped: int) -> tuple[Message, ...]:
         """Return the messages that the model read, without the `dropped` oldest turns.
 
-        Only these are stored, so that a chat which clients continue does not grow without end.
+        Only these are stored, so that a continued chat does not grow without end.
         """
         conversation = self.conversation
         if dropped:

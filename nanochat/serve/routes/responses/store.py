@@ -43,13 +43,13 @@ class ResponseStore:
         seconds: float = SECONDS,
         now: Callable[[], float] = time.monotonic,
     ):
-        """Make an empty store that drops responses `seconds` after their last use by the clock `now`."""
+        """Make an empty store; responses expire `seconds` after the last use by the clock `now`."""
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._seconds = seconds
         self._now = now
         self._lock = threading.Lock()
-        # By owner and id; the one that was used last comes last.
+        # By owner and ID; the one that was used last comes last.
         self._entries: OrderedDict[tuple[bytes, str], _Entry] = OrderedDict()
         self._bytes = 0
 
@@ -66,7 +66,7 @@ class ResponseStore:
         messages: bytes,
         body: bytes,
     ) -> None:
-        """Store a response, and drop the least recently used ones that exceed a limit."""
+        """Store a response, and drop the least recently used ones until no limit is exceeded."""
         with self._lock:
             self._add(key, _Entry(self._now(), messages, body))
             while self._entries and self._too_full():
@@ -113,7 +113,7 @@ class Shelf:
         messages: list[dict[str, Any]],
         body: dict[str, Any],
     ) -> None:
-        """Store a response, `body`, with the `messages` of its chat, including its own reply."""
+        """Store a response, `body`, with the `messages` of its chat, including its own."""
         key = (self._owner, response_id)
         chat = json.dumps(messages)
         response = json.dumps(body)

@@ -24,7 +24,7 @@ class Repeated:
     settings: ReplySettings
     instructions: str | None
     truncate: bool
-    previous: str | None  # the id of the response that this one continues
+    previous: str | None  # the ID of the response that this one continues
     store: bool
     echoed: Mapping[str, Any]  # fields of the request, unchanged
 
@@ -138,7 +138,7 @@ class ResponseWriter:
         return sent
 
     def _grow(self, text: str, tool: dict[str, Any] | None) -> bytes:
-        """Add text, and a calculator call unless None, to the open message, and return the event."""
+        """Add text and a calculator call, if any, to the open message, and return the event."""
         assert self._open is not None
         if text:
             add_text(self._open, text)
@@ -256,7 +256,7 @@ class ResponseWriter:
     def _event(self, kind: str, **fields: Any) -> bytes:
         """Return an event of the stream, or b"" if the reply is not streamed.
 
-        Events about an output item carry the index of the last one.
+        Events that are not about the whole response carry the index of the last output item.
         """
         if not self.stream:
             return b""
