@@ -214,7 +214,7 @@ class ChatServer:
         reader: ReadBody,
         owner: str,
     ) -> Prepared:
-        """Check a body, submit its requests to the engine's thread, and return them as Prepared.
+        """Check a body, submit its requests to the engine's thread, and return a Prepared.
 
         Bodies are checked one at a time, and their prompts encoded only if there is room for the
         request. A JSON schema that is not compiled yet is compiled after that, with addresses
@@ -263,7 +263,7 @@ class ChatServer:
         owner: str,
         automaton: object,
     ) -> Prepared:
-        """Submit the requests of a body to the engine's thread, and return them as Prepared.
+        """Submit the requests of a body to the engine's thread, and return a Prepared.
 
         The ticket keeps the compiled schema (`automaton`) alive. Raises asyncio.QueueFull if there
         is no room.

@@ -60,7 +60,7 @@ class Line(Generic[W]):
             self._waiting.setdefault(waiter.owner, deque()).append(waiter)
 
     def next(self, may_begin: Callable[[W], bool] = lambda waiter: True) -> W | None:
-        """Return the oldest request of the address whose turn it is, or None if there is none.
+        """Return the oldest request of the next address in turn, or None if no request may begin.
 
         The turn then passes to the next address. An address is skipped but keeps its place if its
         oldest request may not begin yet. The returned request stays in the line: the caller begins
@@ -239,7 +239,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, owner: str = "", size: int = 0) -> AsyncIterator[None]:
-        """Wait for a request's turn, which lasts as long as this block.
+        """Wait for a request's turn, which lasts as long as the `async with` block.
 
         `owner` is the address of the request, and `size` the size of its body in bytes. Raises
         asyncio.QueueFull if the queue refuses the request for lack of room.

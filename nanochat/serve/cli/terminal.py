@@ -82,7 +82,7 @@ def keyboard() -> Iterator[Callable[[], str]]:
     """Yield a function that reads a message like ask(), and ignore Ctrl-C except while it reads.
 
     While it reads, Ctrl-C raises KeyboardInterrupt, but only once per call. So holding the keys a
-    moment too long does not end the chat. Inside the block, stoppable() may handle Ctrl-C instead.
+    moment too long does not end the chat. Inside this block, stoppable() may handle Ctrl-C instead.
     """
     asking = False
 

@@ -115,7 +115,7 @@ class CompletionRequest:
             raise ApiError(400, "context_length_exceeded", text, "prompt")
 
     def _scores(self, request: tuple[list[int], Sampling]) -> int:
-        """Return the most log-probabilities that a reply and its prompt can have in the answer."""
+        """Return how many log-probabilities the answer lists at most for a reply and its prompt."""
         prompt, sampling = request
         scores = 0
         if self.logprobs:
@@ -293,7 +293,7 @@ class CompletionWriter:
     def _echo(self, index: int, token_event: Event) -> str:
         """Return the prompt to echo before a reply's first token, or "" if there is none to echo.
 
-        If the client asked for them, the prompt's log-probabilities are listed as well.
+        If the client asked for log-probabilities, those of the prompt are added to the reply's.
         """
         if not self._request.echo or self._choices[index].tokens:
             return ""

@@ -68,8 +68,8 @@ def read_conversation(
 def _checked_items(items: Any) -> list[Any]:
     """Return `items`, the messages of a request.
 
-    Raises ApiError (400) if they are missing or not a list, or hold none or too many messages or
-    too many parts.
+    Raises ApiError (400) if `items` is None, not a list or empty, or if it has too many messages or
+    parts.
     """
     if items is None:
         raise missing("messages", "a list of {role, content}")
@@ -281,7 +281,10 @@ def alternating(conversation: Conversation) -> Conversation:
 
 
 def with_instructions(conversation: Conversation, instructions: str) -> Conversation:
-    """Return a conversation with `instructions`, if any, as or in front of its system message."""
+    """Return a conversation with `instructions` in front of its system message.
+
+    If it has no system message, one is added. Empty `instructions` change nothing.
+    """
     messages = conversation.messages
     if not instructions:
         return conversation
@@ -388,8 +391,8 @@ def _dropped_turns(
 ) -> int:
     """Return how many of the oldest turns to drop so that the prompt fits into `room` tokens.
 
-    `length` is that of the prompt with only the last turn, which is never dropped. Exchanges are
-    rendered from the end, each once, and only until one does not fit.
+    `length` is the token count of a prompt with only the last turn, which is never dropped.
+    Exchanges are rendered from the end, each once, and only until one does not fit.
     """
     dropped = len(turns) - 1
     while dropped and length <= room:

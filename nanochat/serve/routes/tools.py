@@ -112,7 +112,7 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
 
 
 def _forced(choice: Any, parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the functions that a required call must choose from, () if none is.
+    """Return the names of the functions that a required call may use, () if none is required.
 
     `choice` is the field `tool_choice`. Raises ApiError (400) if it is not valid.
     """

@@ -170,7 +170,7 @@ class Describer:
         self._cache = {key: entry for key, entry in self._cache.items() if key in keys}
 
     def _files(self, run: Run, file_stat: os.stat_result) -> RunFiles:
-        """Return the content of a run's files, reading them only if they have changed."""
+        """Return the RunFiles of a run, reading the files only if they have changed."""
         version = _version(run.folder / "run.json")
         state = (file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns, version)
         cached = self._cache.get(run.key)

@@ -18,7 +18,7 @@ HUGE = 1e300  # a sum of such values would overflow
 
 
 def figures_of(line: bytes) -> tuple[int, dict[str, float]] | None:
-    """Return the step and the numeric fields of a line of metrics.jsonl.
+    """Return the step of a line of metrics.jsonl, and a dict of the line's numeric fields.
 
     Fields with a value that is NaN or beyond HUGE (1e300), or with a very long name, are left out.
     Returns None if the line is not a JSON object with a valid step.

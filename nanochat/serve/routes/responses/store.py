@@ -113,7 +113,7 @@ class Shelf:
         messages: list[dict[str, Any]],
         body: dict[str, Any],
     ) -> None:
-        """Store a response, `body`, with the `messages` of its chat, including its own."""
+        """Store the response `body`, and the `messages` of its chat, which end with its reply."""
         key = (self._owner, response_id)
         chat = json.dumps(messages)
         response = json.dumps(body)
