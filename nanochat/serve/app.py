@@ -75,16 +75,13 @@ ASSETS = {
 
 
 def assets() -> Mapping[str, bytes]:
-    """Return the contents of the web pages and of the files that they load, by name."""
+    """Return the contents of the web pages and their files, by name."""
     folder = importlib.resources.files("nanochat.serve") / "web"
     return {name: (folder / name).read_bytes() for name in (*PAGES, *ASSETS)}
 
 
 def create_app(models: Sequence[Loadable], settings: Settings) -> App:
-    """Return the web application, which starts the engine threads, and stops them at its end.
-
-    Raises UserError (exit code 2) if two models have the same name.
-    """
+    """Return the web application, which starts the engine threads and stops them at its end."""
     server = ChatServer(models, settings)
     files = assets()
     runs = None

@@ -143,9 +143,9 @@ def choose_also(
 ) -> tuple[str, Chosen]:
     """Load the model that a value of --also asks for, and return its name and the model.
 
-    The value is STAGE/TAG, STAGE/TAG/STEP or NAME=FOLDER. The weights, graphs and context in
-    `flags`, which are those of the first model, apply to this one too. Raises UserError if the
-    value cannot be parsed (exit code 2) or the model cannot be loaded.
+    The value is STAGE/TAG, STAGE/TAG/STEP or NAME=FOLDER. The first model's weights, graphs and
+    context (in `flags`) apply. Raises UserError if the value cannot be parsed (exit code 2) or the
+    model cannot be loaded.
     """
     shared = ModelFlags(weights=flags.weights, graphs=flags.graphs, context=flags.context)
     name, _, folder = value.partition("=")
@@ -178,9 +178,8 @@ def names_adapter(value: str) -> bool:
 def adapter_folders(values: Sequence[str], model: Path | None) -> dict[str, Path]:
     """Return a dict from name to folder of the adapters that --adapter or --also ask for.
 
-    A value is NAME=FOLDER, or FOLDER alone, whose last component then names the adapter. Raises
-    UserError (exit code 2) if a value is malformed, if two adapters have the same name, or if there
-    is no base model (the folder `model`) for them.
+    A value is NAME=FOLDER, or FOLDER alone, whose last component is then the name. Raises UserError
+    (exit code 2) if a value is malformed, a name not unique, or the base model (`model`) missing.
     """
     if values and model is None:
         raise UserError(NEEDS_BASE, exit_code=2)

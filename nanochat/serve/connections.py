@@ -74,8 +74,8 @@ class Seldom:
 def neighbour(host: str) -> str:
     """Return the address that a client counts under: its IPv4 address, or its IPv6 /64 network.
 
-    One customer of an IPv6 provider has all addresses of such a network. A `host` that is not an IP
-    address is returned unchanged.
+    One customer of an IPv6 provider has all addresses of such a network. Any other text is returned
+    unchanged.
     """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
@@ -101,8 +101,7 @@ class Connections:
     def admit(self, new: "Connection") -> bool:
         """Count a new connection, and return whether there is room for it.
 
-        If its address or the server has too many connections, one that keeps the server waiting is
-        closed. There is no room if none can be closed.
+        If there are too many, one that keeps the server waiting is closed, if any does.
         """
         self.per_address[new.address] += 1
         if self.per_address[new.address] > self.caps.per_address:
@@ -132,7 +131,7 @@ class Connections:
         return False
 
     def wait(self, connection: "Connection", wait: Wait) -> None:
-        """Record that a connection begins to keep the server waiting, and for what (`wait`).
+        """Record that a connection begins to keep the server waiting.
 
         If too many clients do not read their answers, the one that has not read for longest is
         dropped.
@@ -151,8 +150,7 @@ class Connections:
     def hold(self, connection: "Connection", count: int) -> None:
         """Record that the unfinished request of a connection has `count` bytes so far.
 
-        While all unfinished requests together are too large, the request of the connection that has
-        kept the server waiting longest is refused.
+        While all unfinished requests together are too large, the one awaited longest is refused.
         """
         self.unfinished += count - connection.unfinished
         connection.unfinished = count
@@ -284,7 +282,7 @@ class Connection(H11Protocol):
         self._look()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request that is not valid HTTP, with an ApiError instead of `msg`."""
+        """Refuse a request that is not valid HTTP."""
         self.refuse(
             ApiError(400, "invalid_http", "this is not a valid HTTP request: send valid HTTP/1.1")
         )
@@ -374,7 +372,7 @@ class Connection(H11Protocol):
     def refuse(self, refusal: ApiError) -> None:
         """Send an error in place of the application's answer, unless that has begun, and close.
 
-        The application need not have seen the request; if it has, it is told that the client left.
+        The application need not see the request.
         """
         if self.cycle and not self.cycle.response_complete:
             self.cycle.disconnected = True

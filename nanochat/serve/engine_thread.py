@@ -209,7 +209,7 @@ class EngineThread(Generic[E]):
                 self._publish()
 
     def _note(self, event: E) -> None:
-        """Keep an event for delivery, and forget its request if the reply has ended."""
+        """Keep an event for delivery, and forget a request that has ended."""
         ticket = self._running[event.request]
         index = ticket.running[event.request]
         self._news.append((ticket, (index, event)))
@@ -256,10 +256,7 @@ class EngineThread(Generic[E]):
             self.line.done_with(ticket)
 
     def _remember(self, owner: str) -> None:
-        """Record that a reply of an address begins now.
-
-        If too many addresses are recorded, those that began no reply recently are dropped.
-        """
+        """Record that a reply of an address begins, and drop old records if there are many."""
         now = time.monotonic()
         self._begun[owner] = now
         if len(self._begun) <= 2 * self.slots:
@@ -289,7 +286,7 @@ class EngineThread(Generic[E]):
     def _drop(self, ticket: Ticket[E], failure: Exception | None) -> None:
         """Remove a ticket from the line, and cancel its replies that are under way.
 
-        `failure`, unless None, is delivered to the ticket's events().
+        If there is a `failure`, events() of the ticket raises it.
         """
         self.line.remove(ticket)
         for number in ticket.running:

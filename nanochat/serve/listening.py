@@ -225,7 +225,7 @@ class Server(uvicorn.Server):
                 await asyncio.sleep(FULL_SECONDS)
 
     async def _open(self, accepted: socket.socket) -> None:
-        """Attach an accepted socket to a new Connection, which answers its requests."""
+        """Attach an accepted socket to a new Connection."""
         loop = asyncio.get_running_loop()
         state = self.lifespan.state
 

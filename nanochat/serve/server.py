@@ -116,18 +116,18 @@ class ChatServer:
         return JSONResponse(self._described(self.models.named(name)))
 
     def _described(self, model: Hosted) -> dict[str, Any]:
-        """Return a model's entry in the API, which says if the server has the page /runs."""
+        """Return a model's entry in the API as a dict."""
         description = model.described()
         if self.settings.runs is not None:
             description["runs"] = True
         return description
 
     async def metrics_text(self) -> Response:
-        """Answer GET /metrics with the metrics of all models as Prometheus text."""
+        """Answer GET /metrics with Prometheus text."""
         return self.models.families.response()
 
     async def tokenizer_info(self, model: str | None = None) -> JSONResponse:
-        """Answer GET /tokenizer_info?model=NAME; without NAME, for the default model."""
+        """Answer GET /tokenizer_info?model=NAME."""
         hosted = self.models.named(model)
         return JSONResponse(tokens.tokenizer_info(hosted.tokenizer, hosted.limits))
 
@@ -169,25 +169,19 @@ class ChatServer:
         return answer
 
     async def respond(self, request: Request) -> Response:
-        """Answer POST /v1/responses, which may continue a stored response of the same key."""
+        """Answer POST /v1/responses."""
         reader = functools.partial(read_response, shelf=self._shelf(request))
         return await self.generating(reader)(request)
 
     async def response(self, number: str, request: Request) -> JSONResponse:
-        """Answer GET /v1/responses/NUMBER with a stored response.
-
-        Raises ApiError: 400 if the query has any parameter, 404 if the response is not stored.
-        """
+        """Answer GET /v1/responses/NUMBER, which takes no parameters, with a stored response."""
         for name in request.query_params:
             text = f"this route does not support {name[:80]}: leave it out"
             raise ApiError(400, "unsupported_parameter", text, name[:80])
         return JSONResponse(self._shelf(request).response(number))
 
     async def remove_response(self, number: str, request: Request) -> JSONResponse:
-        """Delete a stored response, and answer DELETE /v1/responses/NUMBER.
-
-        Raises ApiError (404) if the response is not stored.
-        """
+        """Answer DELETE /v1/responses/NUMBER by deleting the stored response."""
         self._shelf(request).response(number, again=False)
         return JSONResponse({"id": number, "object": "response", "deleted": True})
 
@@ -198,9 +192,9 @@ class ChatServer:
     # --- preparation -----------------------------------------------------------------------------
 
     async def _in_turn(self, body: bytes, work: Callable[[], T]) -> T:
-        """Run `work` on a body outside the event loop, when its turn comes, and return the result.
+        """Run `work` in the preparing thread, for the smallest body first, and return the result.
 
-        The smallest waiting body is next. Raises ApiError (429) if too many are waiting.
+        Raises ApiError (429) if too many bodies are waiting.
         """
         try:
             async with self.turns.turn(size=len(body)):
@@ -217,8 +211,8 @@ class ChatServer:
         """Check a body, submit its requests to the engine's thread, and return a Prepared.
 
         Bodies are checked one at a time, and their prompts encoded only if there is room for the
-        request. A JSON schema that is not compiled yet is compiled after that, with addresses
-        taking turns. Raises ApiError: 429 if there is no room, or the refusal of a check.
+        request. A new JSON schema is compiled after that, with addresses taking turns. Raises
+        ApiError if the request is refused.
         """
         loop = asyncio.get_running_loop()
 
@@ -265,15 +259,14 @@ class ChatServer:
     ) -> Prepared:
         """Submit the requests of a body to the engine's thread, and return a Prepared.
 
-        The ticket keeps the compiled schema (`automaton`) alive. Raises asyncio.QueueFull if there
-        is no room.
+        The ticket keeps the compiled schema (`automaton`) alive.
         """
         ticket: Ticket[Event] = Ticket(work.requests, owner, automaton)
         model.thread.submit(ticket)
         return Prepared(model, ticket, work.writer)
 
     def close(self) -> None:
-        """Shut down the threads that prepare bodies, without waiting for them."""
+        """Stop preparing bodies."""
         for executor in (self.preparing, self.schemas):
             executor.shutdown(wait=False, cancel_futures=True)
 

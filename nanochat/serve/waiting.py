@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Waiter(Protocol):
-    """A request that waits in a Line; it may have several parts, which begin one by one."""
+    """A request in a Line, whose parts, if there are several, begin one by one."""
 
     @property
     def owner(self) -> str:
@@ -62,9 +62,8 @@ class Line(Generic[W]):
     def next(self, may_begin: Callable[[W], bool] = lambda waiter: True) -> W | None:
         """Return the oldest request of the next address in turn, or None if no request may begin.
 
-        The turn then passes to the next address. An address is skipped but keeps its place if its
-        oldest request may not begin yet. The returned request stays in the line: the caller begins
-        one part of it, and then calls done_with().
+        The turn then passes to the next address. An address whose oldest request may not begin yet
+        keeps its place. The caller begins one part of the request, and then calls done_with().
         """
         with self._lock:
             for owner, waiting in self._waiting.items():
@@ -91,8 +90,7 @@ class Line(Generic[W]):
     def give_way(self, newcomer: str) -> W | None:
         """Remove and return the newest request of the address with the most requests not begun.
 
-        Returns None if no other address has more of them than the address `newcomer` would have
-        with one more.
+        Returns None if no other address has more of them than `newcomer` would then have.
         """
         with self._lock:
             owner = self._largest_owner(newcomer)
@@ -105,8 +103,7 @@ class Line(Generic[W]):
     def _largest_owner(self, newcomer: str) -> str | None:
         """Return the address with the most requests that have not begun.
 
-        Returns None if no other address has more of them than the address `newcomer` would have
-        with one more.
+        Returns None if no other address has more of them than `newcomer` would have with one more.
         """
         counts: dict[str, int] = {}
         for owner, waiting in self._waiting.items():

@@ -23,15 +23,15 @@ LOOK_SECONDS = 0.1  # how often a reply under way checks whether it was stopped
 class Remote:
     """A chat server, whose first listed model answers.
 
-    After a reply, `finish` is the server's reason why it ended, and `tokens` its length; they are
-    None and 0 if the server did not report them.
+    After a reply, `finish` and `tokens` are why it ended and how long it was, if the server said
+    so.
     """
 
     def __init__(self, url: str, api_key: str):
         """Connect to the server at a URL, with or without /v1 at its end.
 
-        Raises UserError if the URL is not an HTTP address (exit code 2), or if no OpenAI-compatible
-        server answers there.
+        Raises UserError if the URL is not HTTP (exit code 2) or no OpenAI-compatible server
+        answers.
         """
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         if not url.startswith(("http://", "https://")):
@@ -83,8 +83,7 @@ class Remote:
     ) -> Iterator[Part]:
         """Yield the parts of a reply as they arrive, until it ends or `stopped` returns true.
 
-        Raises UserError if the server cannot be reached, refuses the request, or fails during the
-        reply.
+        Raises UserError if the server does not answer, refuses the request, or fails later.
         """
         self.finish = None
         self.tokens = 0

@@ -42,9 +42,9 @@ def write_transcript(path: Path, messages: list[Message]) -> None:
 def read_transcript(path: Path) -> list[Message]:
     """Return the messages of a chat that write_transcript saved.
 
-    Any other {"messages": [{"role", "content"}, ...]} is accepted as well if it has an optional
-    system message and then whole exchanges. U+FFFD replaces each unpaired surrogate. Raises
-    UserError if the file cannot be read or is not such a chat.
+    Any {"messages": [{"role", "content"}, ...]} of whole exchanges, after an optional system
+    message, is also accepted. U+FFFD replaces unpaired surrogates. Raises UserError if the file
+    cannot be read or is not such a chat.
     """
     try:
         messages = [_read_message(item) for item in read_json(path)["messages"]]

@@ -46,7 +46,7 @@ class TokenScore:
 
 
 class Choice:
-    """Follows one reply through the engine's events: its parts, token counts and scores."""
+    """Follows one reply: its parts, token counts and scores."""
 
     def __init__(self, tokenizer: Tokenizer, scored: ScoredTokens | None):
         """Begin to follow a reply.
@@ -193,7 +193,7 @@ class Reply:
 
 
 def add_text(parts: list[dict[str, Any]], text: str) -> None:
-    """Append text to the parts of a reply, in the last part if that is text."""
+    """Append text to the parts of a reply, to the last part if possible."""
     if parts and parts[-1]["type"] == "text":
         parts[-1]["text"] += text
     else:
@@ -331,8 +331,7 @@ class Answer(Response):
     async def _news(self) -> list[tuple[int, Event]]:
         """Wait for events of the replies, and return them, each with its reply's index.
 
-        Raises ApiError if the ticket lost its place, the engine fails or refuses a request, the
-        model is broken, or a schema is too complex.
+        Raises ApiError if the replies cannot go on, for example because the engine failed.
         """
         try:
             news = await self.ticket.events()
@@ -358,7 +357,7 @@ class Answer(Response):
         receive: Receive,
         send: Send,
     ) -> None:
-        """Send the whole answer after all replies have ended, or an error if they fail."""
+        """Send the whole answer, or an error, after all replies have ended."""
         try:
             while not self.watch.done:
                 news = await self._news()

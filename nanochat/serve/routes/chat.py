@@ -310,7 +310,7 @@ class ChatWriter:
         scores: Sequence[dict[str, Any]] = (),
         usage: dict[str, Any] | None = None,
     ) -> bytes:
-        """Return one chunk of a reply, with the usage so far if all chunks should have it."""
+        """Return one chunk of a reply."""
         begun = any(choice.tokens for choice in self._choices)
         if self._request.settings.continuous_usage and finish is None and begun:
             usage = self.usage

@@ -90,7 +90,7 @@ class CompletionRequest:
         return Work(requests, writer)
 
     def _prompt_ids(self, item: str | list[int], tokenizer: Tokenizer) -> list[int]:
-        """Return the tokens of a prompt, which is a text or already a list of tokens."""
+        """Return the tokens of a prompt, given as a text or as tokens."""
         if not isinstance(item, str):
             return item
         tokens = tokenizer.encode(item)
@@ -177,8 +177,7 @@ def read_completion(
 def _prompts(value: Any, limits: Limits) -> list[str | list[int]]:
     """Return a list of the request's prompts, each a text or a list of token IDs.
 
-    `value` is one such prompt or a list of prompts. Raises ApiError (400) for anything else, or too
-    many prompts.
+    `value` is one prompt or a list of them. Raises ApiError (400) if it is invalid or too long.
     """
     if value is None:
         raise missing("prompt", "a text, a list of token ids, or a list of these")
@@ -293,7 +292,7 @@ class CompletionWriter:
     def _echo(self, index: int, token_event: Event) -> str:
         """Return the prompt to echo before a reply's first token, or "" if there is none to echo.
 
-        If the client asked for log-probabilities, those of the prompt are added to the reply's.
+        The prompt's log-probabilities are added to the reply's if the client asked for them.
         """
         if not self._request.echo or self._choices[index].tokens:
             return ""

@@ -133,7 +133,7 @@ def read_fields(
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:
-    """Return an ApiError (400) for an invalid value, of the field `param` if given."""
+    """Return an ApiError (400) for an invalid value of the field `param`."""
     return ApiError(400, "invalid_value", message, param)
 
 
@@ -220,10 +220,7 @@ def flag(
 
 
 def truncates(fields: Mapping[str, Any]) -> bool:
-    """Return whether the oldest messages may be dropped if the whole chat does not fit.
-
-    Raises ApiError (400) for an unknown value of `truncation`.
-    """
+    """Return whether the oldest messages may be dropped if the whole chat does not fit."""
     truncation = fields.get("truncation", "disabled")
     if truncation not in ("auto", "disabled"):
         raise invalid('truncation must be "auto" or "disabled"', "truncation")
@@ -249,9 +246,9 @@ def is_tokens(value: Any) -> bool:
 
 
 def token_ids(value: Any, name: str, limits: Limits) -> list[int]:
-    """Return `value`, a list of token IDs from the field `name`.
+    """Return `value` if it is a list of token IDs.
 
-    Raises ApiError (400) if it is not a list, or if an ID is not in the vocabulary.
+    Raises ApiError (400) about the field `name` otherwise.
     """
     if not is_tokens(value):
         raise invalid(f"{name} must be a list of token ids, got {kind(value)}", name)
@@ -302,8 +299,8 @@ def read_settings(
 ) -> ReplySettings:
     """Check the generation fields that routes share, and return the settings of the replies.
 
-    `max_tokens` is None if the request does not set it. `more` holds settings that only some routes
-    have, under Sampling's names. Raises ApiError (400) for invalid values.
+    `more` holds settings that only some routes have, under Sampling's names. Raises ApiError (400)
+    for invalid values.
     """
     options = mapping(fields, "stream_options")
 
@@ -355,7 +352,7 @@ def read_settings(
 def read_format(value: Any, name: str) -> str | None:
     """Return the JSON schema (as text) that a response format asks for, or None for free text.
 
-    Raises ApiError (400) about the field `name` if the format is unknown or its schema malformed.
+    Raises ApiError (400) about the field `name` for an invalid format.
     """
     if value is None:
         return None
@@ -377,18 +374,15 @@ def read_format(value: Any, name: str) -> str | None:
 
 
 def alternatives(fields: Mapping[str, Any], name: str) -> int | None:
-    """Return how many of the most likely tokens to list at each position.
-
-    Returns None if the field `name` is absent. Raises ApiError (400) if it is not valid.
-    """
+    """Return how many likely tokens to list at each position, or None if `name` is absent."""
     return integer(fields, name, 0, MOST_ALTERNATIVES)
 
 
 def check_scores(scores: int, lower: str) -> None:
     """Raise ApiError (400) if an answer would list more than MOST_SCORES log-probabilities.
 
-    This bounds the answer before the engine starts. `scores` is how many it could list at most, and
-    `lower` names the fields that the client should lower.
+    This bounds the answer before the engine starts. `scores` is how many it would list at most, and
+    `lower` names the fields to lower.
     """
     if scores > MOST_SCORES:
         text = (
@@ -400,10 +394,7 @@ def check_scores(scores: int, lower: str) -> None:
 
 
 def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the request's stop strings.
-
-    Raises ApiError (400) if there are too many, or if one is empty, too long or not a string.
-    """
+    """Return the stop strings of a request, or raise ApiError (400) if they are not valid."""
     value = fields.get("stop", [])
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
@@ -418,10 +409,7 @@ def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _stop_tokens(fields: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:
-    """Return the request's stop tokens.
-
-    Raises ApiError (400) if there are too many, or if one is not in the vocabulary.
-    """
+    """Return the stop tokens of a request, or raise ApiError (400) if they are not valid."""
     name = "stop_token_ids"
     stops = token_ids(fields.get(name, []), name, limits)
     if len(stops) > MOST_STOPS:
@@ -431,10 +419,7 @@ def _stop_tokens(fields: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:
 
 
 def _biases(fields: Mapping[str, Any], limits: Limits) -> tuple[tuple[int, float], ...]:
-    """Return the (token, bias) pairs of the field `logit_bias`.
-
-    Raises ApiError (400) if there are too many, or if a token or a bias is not valid.
-    """
+    """Return the (token, bias) pairs in `logit_bias`, or raise ApiError (400) if not valid."""
     values = mapping(fields, "logit_bias")
     if len(values) > MOST_BIASES:
         text = f"logit_bias may hold at most {MOST_BIASES:,} tokens, got {len(values):,}"

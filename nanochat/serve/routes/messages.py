@@ -109,9 +109,7 @@ def _part_count(item: Any) -> int:
 def _joined(messages: list[Message], items: list[Any]) -> list[Message]:
     """Return the messages, with tool results and calls merged into neighbours of the same role.
 
-    Two adjacent user messages are merged if either is a tool result, and two assistant messages if
-    either holds calls. `items` are the messages as sent. Raises ApiError (400) for a misplaced tool
-    result.
+    `items` are the messages as sent. Raises ApiError (400) for a misplaced tool result.
     """
     joined: list[Message] = []
     for i, message in enumerate(messages):
@@ -145,7 +143,7 @@ def _check_result(items: list[Any], i: int) -> None:
 def _message(item: Any, name: str) -> Message:
     """Check one message of a request, and return it as a Message.
 
-    `name` stands for the message in errors. Raises ApiError (400) if the message is malformed.
+    Raises ApiError (400) about the field `name` if the message is malformed.
     """
     if not isinstance(item, dict):
         raise invalid(f"{name} must be an object {{role, content}}, got {kind(item)}", name)
@@ -281,10 +279,7 @@ def alternating(conversation: Conversation) -> Conversation:
 
 
 def with_instructions(conversation: Conversation, instructions: str) -> Conversation:
-    """Return a conversation with `instructions` in front of its system message.
-
-    If it has no system message, one is added. Empty `instructions` change nothing.
-    """
+    """Return a conversation whose system message begins with `instructions`, if there are any."""
     messages = conversation.messages
     if not instructions:
         return conversation
@@ -316,9 +311,9 @@ def render_chat(
 ) -> list[int]:
     """Return the tokens of a chat, followed by those that begin the reply.
 
-    A chat that is not in the form of training data is converted by answerable(), unless the
-    template of a published model can render it as sent. Raises ApiError (400) about the field
-    `field` if the template refuses the chat.
+    A chat that is not in the form of training data is converted by answerable(), unless a published
+    model's template can render it as sent. Raises ApiError (400) about `field` if the template
+    refuses the chat.
     """
     plain = answerable(conversation)
     try:
@@ -346,8 +341,8 @@ def make_prompt(
     """Return the tokens of a prompt that fits, and how many of the oldest turns were dropped.
 
     The context has room for `max_tokens` more, or for one token if that is None. Turns, as counted
-    after answerable(), are dropped only with `truncate`. Raises ApiError (400) about the field
-    `field` if the prompt does not fit or cannot be rendered.
+    after answerable(), are dropped only with `truncate`. Raises ApiError (400) about `field` if the
+    prompt does not fit or cannot be rendered.
     """
     reply_length = max_tokens or 1
     room = context - reply_length

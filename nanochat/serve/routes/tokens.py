@@ -27,8 +27,7 @@ def tokenize(
 ) -> dict[str, Any]:
     """Return the answer to /tokenize, a dict with the tokens of a text or of a chat.
 
-    A text that spells one special token, and nothing else, becomes that token. Raises ApiError if
-    the request is not valid.
+    A text that spells one special token, and nothing else, becomes that token.
     """
     fields = read_fields(value, limits, FIELDS, {"add_generation_prompt": (True,)})
     if fields.get("messages") is not None:
@@ -47,10 +46,7 @@ def tokenize(
 
 
 def _text_tokens(fields: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of the text in the field `prompt`.
-
-    Raises ApiError (400) if the field is missing or not a text.
-    """
+    """Return the tokens of the text in the field `prompt`."""
     prompt = fields.get("prompt")
     if prompt is None:
         raise missing("prompt", "a text, or messages")
@@ -72,10 +68,7 @@ def detokenize(
     tokenizer: Tokenizer,
     limits: Limits,
 ) -> dict[str, Any]:
-    """Return the answer to /detokenize, a dict with the text of tokens, including special ones.
-
-    Raises ApiError if the request is not valid.
-    """
+    """Return the answer to /detokenize, a dict with the text of tokens, including special ones."""
     fields = read_fields(value, limits, {"tokens"}, {})
     if "tokens" not in fields:
         raise missing("tokens", "a list of token ids")
@@ -84,10 +77,7 @@ def detokenize(
 
 
 def tokenizer_info(tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
-    """Return the answer to /tokenizer_info, a dict of what evaluation harnesses need to know.
-
-    This is mainly the special tokens, and how long a prompt may be.
-    """
+    """Return what evaluation harnesses ask: special tokens, vocabulary size and context length."""
     spellings = {token: text for text, token in specials(tokenizer).items()}
     decoder = {}
     for token, text in sorted(spellings.items()):

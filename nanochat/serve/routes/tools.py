@@ -81,8 +81,7 @@ def _standalone(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def read_tools(fields: Mapping[str, Any]) -> Tools:
     """Return the tools of a request, which are empty if the model must not call any.
 
-    Raises ApiError (400) if `tools` are not functions in OpenAI's format, or `tool_choice` is not
-    valid.
+    Raises ApiError (400) if they, or the field `tool_choice`, are not valid.
     """
     items = fields.get("tools", [])
     if not isinstance(items, list):
@@ -151,7 +150,7 @@ def only_schema(tools: Tools, schema: str | None) -> str | None:
 def _function(item: Any, name: str) -> dict[str, Any]:
     """Check a tool, and return a dict of its name, and its description and parameters if given.
 
-    `name` stands for the tool in errors. Raises ApiError (400) if it is not a valid function.
+    Raises ApiError (400) about the field `name` if the tool is not a valid function.
     """
     if not isinstance(item, dict) or item.get("type") != "function":
         form = (

@@ -46,9 +46,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Tail:
-    """What the end of a metrics.jsonl says: the last step, and each figure's last value.
+    """The end of a metrics.jsonl: its last step, and the last value of every figure.
 
-    `pace` is the mean duration of recent steps in seconds, or None if it is not known.
+    `pace` is the mean seconds of recent steps, if any are known.
     """
 
     step: int
@@ -74,7 +74,7 @@ def find_runs(base: Path) -> tuple[list[Run], int]:
 
 
 def tail(path: Path) -> Tail:
-    """Read the last lines of a metrics.jsonl, and return what they say as a Tail.
+    """Read the end of a metrics.jsonl into a Tail.
 
     Raises OSError if the file cannot be read or is not a regular file.
     """
@@ -105,10 +105,7 @@ def tail(path: Path) -> Tail:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What the files of a run say: the end of metrics.jsonl, and the facts in run.json.
-
-    `steps` is the number of steps of the whole run, or None if it is not known.
-    """
+    """What a run's files say: the end of metrics.jsonl, the content of run.json, the step count."""
 
     tail: Tail
     facts: dict[str, Any]

@@ -18,10 +18,9 @@ HUGE = 1e300  # a sum of such values would overflow
 
 
 def figures_of(line: bytes) -> tuple[int, dict[str, float]] | None:
-    """Return the step of a line of metrics.jsonl, and a dict of the line's numeric fields.
+    """Return the step and a dict of the figures in a line, or None if the line is not valid.
 
-    Fields with a value that is NaN or beyond HUGE (1e300), or with a very long name, are left out.
-    Returns None if the line is not a JSON object with a valid step.
+    Figures are left out if they are not below HUGE in size, or if their names are too long.
     """
     try:
         fields = parse_json(line)
@@ -96,7 +95,7 @@ class Follower:
         return self.done < self.size
 
     def _take(self, data: bytes) -> None:
-        """Split the next bytes of the file into lines, and process those that are complete."""
+        """Process the next bytes of the file, line by line."""
         *lines, unfinished = (self._begun + data).split(b"\n")
         for line in lines:
             self._line(line)
@@ -107,7 +106,7 @@ class Follower:
             self._begun = b""
 
     def _line(self, line: bytes) -> None:
-        """Add the figures of a line to the table, or count the line as bad if it is invalid."""
+        """Add a line's figures to the table, or count the line as bad."""
         if self._skipping:
             self._skipping = False
             return

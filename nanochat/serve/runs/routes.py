@@ -47,7 +47,7 @@ class Runs:
         app.add_api_route("/runs/samples/{key}", self.samples)
 
     def close(self) -> None:
-        """End the thread once it has done its pending work, without waiting for that."""
+        """End the thread after its pending work."""
         self._thread.shutdown(wait=False)
 
     async def data(self, request: Request) -> Response:

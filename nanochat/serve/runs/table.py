@@ -85,7 +85,7 @@ class Table:
         self.rows.append(row)
 
     def _halve(self) -> None:
-        """Merge each pair of rows into one, which begins a new edition."""
+        """Merge each pair of rows into one, and begin a new edition."""
         for first, second in zip(self.rows[::2], self.rows[1::2], strict=True):
             first.join(second)
         self.rows = self.rows[::2]

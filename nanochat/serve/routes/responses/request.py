@@ -209,10 +209,9 @@ def _message(
     name: str,
     call_ids: set[str],
 ) -> dict[str, Any]:
-    """Return an input item as a message in the chat format.
+    """Return an input item as a message of the chat format, adding a call's ID to `call_ids`.
 
-    The ID of a call is added to `call_ids`. `name` stands for the item in errors. Raises ApiError
-    (400) if its type is unknown, or if it is a malformed call or result.
+    Raises ApiError (400) for an unknown type, or a malformed call or result.
     """
     item_type = item.get("type", "message")
     if item_type == "function_call":
@@ -232,10 +231,7 @@ def _call_message(
     name: str,
     call_ids: set[str],
 ) -> dict[str, Any]:
-    """Return a call as an assistant message, and add the call's ID to `call_ids`.
-
-    Raises ApiError (400) if the call is malformed.
-    """
+    """Return a call as an assistant message, adding the call's ID to `call_ids`."""
     values = [item.get(key) for key in ("call_id", "name", "arguments")]
     if not all(isinstance(value, str) for value in values):
         form = "{type: function_call, call_id, name, arguments}"
@@ -255,9 +251,9 @@ def _result_message(
     name: str,
     call_ids: set[str],
 ) -> dict[str, Any]:
-    """Return the result of a call as a tool message.
+    """Return a call's result as a tool message, if `call_ids` has the call.
 
-    Raises ApiError (400) if the result is malformed, or if the call is not in `call_ids`.
+    Raises ApiError (400) otherwise.
     """
     call_id = item.get("call_id")
     if not isinstance(call_id, str) or call_id not in call_ids:

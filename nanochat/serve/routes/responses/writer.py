@@ -188,10 +188,7 @@ class ResponseWriter:
         return sent + self._event("response.output_item.done", item=item)
 
     def _end(self) -> bytes:
-        """End the open message, and return the events to stream.
-
-        A reply without output becomes a message of its white space, or an empty one.
-        """
+        """End the open message, or write one if there is no output, and return the events."""
         sent = b""
         if not self._items:
             text = self._blank
@@ -256,7 +253,7 @@ class ResponseWriter:
     def _event(self, kind: str, **fields: Any) -> bytes:
         """Return an event of the stream, or b"" if the reply is not streamed.
 
-        Events that are not about the whole response carry the index of the last output item.
+        Events about items carry the index of the last item in the output.
         """
         if not self.stream:
             return b""
