@@ -68,8 +68,8 @@ def choose(
     """Load the model that the flags name, by default the one that was trained last.
 
     `dtype` is the number format to compute in; "auto" leaves the choice to the device. `adapter` is
-    the folder of an adapter to merge into a published model. Raises UserError if the flags
-    contradict each other or the model cannot be loaded.
+    the folder of an adapter to merge into a published model. Raises UserError if flags contradict
+    each other or the model cannot be loaded.
     """
     if dtype != "auto":
         compute = replace(compute, dtype=DTYPES[dtype], dtype_reason="--dtype")
@@ -226,8 +226,8 @@ def cache_sizes(
 ) -> list[int]:
     """Return the size in bytes of each model's cache with `slots` slots.
 
-    Raises UserError if the device has less free memory than all of these caches take together. A
-    CPU would otherwise run out of memory only while it answers.
+    Raises UserError if the device has less free memory than these caches take together. A CPU would
+    otherwise run out of memory only while it answers.
     """
     slot_sizes = [model.loaded.model.new_cache(1, model.context).bytes for model in models]
     total = slots * sum(slot_sizes)

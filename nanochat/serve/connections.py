@@ -74,7 +74,7 @@ class Seldom:
 def neighbour(host: str) -> str:
     """Return the address that a client counts under: its IPv4 address, or its IPv6 /64 network.
 
-    One customer of an IPv6 provider has all addresses of such a network. Any other text is returned
+    One customer of an IPv6 provider has all addresses of such a network. Other hosts are returned
     unchanged.
     """
     try:
@@ -150,7 +150,8 @@ class Connections:
     def hold(self, connection: "Connection", count: int) -> None:
         """Record that the unfinished request of a connection has `count` bytes so far.
 
-        While all unfinished requests together are too large, the one awaited longest is refused.
+        While all unfinished requests together are too large, the one with the longest wait is
+        refused.
         """
         self.unfinished += count - connection.unfinished
         connection.unfinished = count

@@ -282,7 +282,7 @@ def _not_cancelled(record: logging.LogRecord) -> bool:
 
 
 def _end() -> None:
-    """Log a warning, and end the process at once, whatever is still running."""
+    """Warn, and end the process at once, whatever is still running."""
     warn(f"the server did not stop within {STOP_SECONDS:g} seconds: its process ends now")
     os._exit(1)
 

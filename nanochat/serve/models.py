@@ -127,7 +127,7 @@ class Metrics:
         )
 
     def ended(self, reason: str) -> None:
-        """Count a reply that ended, under the reason: stop, length, error or abort."""
+        """Count a reply that ended, under its `reason`."""
         self._ended.labels(self._model, reason).inc()
 
     def _counter(self, name: str, help_text: str) -> Counter:
@@ -234,7 +234,7 @@ class Announced:
 
 @dataclass(frozen=True)
 class Loadable:
-    """A loaded model that is ready to be served: the model of an engine, or one of its adapters.
+    """A model that is ready to be served: the model of an engine, or one of its adapters.
 
     Several Loadables may share an engine.
     """

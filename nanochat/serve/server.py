@@ -192,9 +192,9 @@ class ChatServer:
     # --- preparation -----------------------------------------------------------------------------
 
     async def _in_turn(self, body: bytes, work: Callable[[], T]) -> T:
-        """Run `work` in the preparing thread, for the smallest body first, and return the result.
+        """Run `work` on a body in a thread, smallest bodies first, and return the result.
 
-        Raises ApiError (429) if too many bodies are waiting.
+        Raises ApiError (429) if too many are waiting.
         """
         try:
             async with self.turns.turn(size=len(body)):
@@ -241,8 +241,8 @@ class ChatServer:
     def _check_place(self, model: Hosted, owner: str) -> None:
         """Raise asyncio.QueueFull if there is no room for a request of the address `owner`.
 
-        Either too many requests wait for the model, or the address already has as many requests to
-        all models together as it may have.
+        Either too many requests wait for the model, or the address already has as many as it may
+        have, for all models together.
         """
         request_count = 0
         for thread in self.models.threads:
@@ -297,8 +297,8 @@ def _work(request: CheckedRequest, model: Hosted) -> Work:
 def _automaton(schema: str, model: Hosted) -> object:
     """Return the automaton that constrains replies to a JSON schema, compiling it if needed.
 
-    As long as the automaton is held, the engine need not compile the schema. Raises ApiError (400)
-    if the schema cannot be compiled.
+    While the automaton is held, the engine need not compile the schema. Raises ApiError (400) if
+    the schema cannot be compiled.
     """
     try:
         return model.schemas.prepare(schema)
@@ -354,7 +354,7 @@ def _without_half(escape: re.Match[str]) -> str:
 def _finite(number: str) -> float:
     """Return a number of a JSON text as a float.
 
-    Raises ApiError (400) for NaN and infinity, including numbers too large for a float.
+    Raises ApiError (400) for NaN, Infinity and numbers too large for a float.
     """
     value = float(number)
     if not math.isfinite(value):

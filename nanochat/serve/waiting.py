@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Waiter(Protocol):
-    """A request in a Line, whose parts, if there are several, begin one by one."""
+    """A request in a Line; if it has several parts, they begin one by one."""
 
     @property
     def owner(self) -> str:
@@ -160,8 +160,8 @@ class TurnQueue(Protocol):
 class SmallestFirst:
     """A queue in which the smallest body is next, and the largest is refused if there is no room.
 
-    At most `limit` turns may wait. Preparing a large request can take a hundred times as long as a
-    usual one, so in another order a few clients with large requests could keep all others waiting.
+    At most `limit` turns may wait. A large request can take a hundred times as long to prepare as a
+    usual one, so in another order a few of these could keep all clients waiting.
     """
 
     def __init__(self, limit: int):

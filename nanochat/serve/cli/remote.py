@@ -23,8 +23,7 @@ LOOK_SECONDS = 0.1  # how often a reply under way checks whether it was stopped
 class Remote:
     """A chat server, whose first listed model answers.
 
-    After a reply, `finish` and `tokens` are why it ended and how long it was, if the server said
-    so.
+    After a reply, `finish` says why it ended, and `tokens` how long it was, if the server said so.
     """
 
     def __init__(self, url: str, api_key: str):
@@ -62,9 +61,9 @@ class Remote:
         A setting comes from `flags`, which the user asked for, or else from the server's defaults;
         it is None if the server does not publish a default.
 
-        A nanochat server refuses a reply that does not fit into its context. There, a
-        reply therefore gets at most three quarters of the context if the user asked for a length,
-        and otherwise at most half, as on the web page. The rest is for the chat.
+        A nanochat server refuses a reply that does not fit into its context. So a reply gets at
+        most three quarters of that context if the user asked for a length, and otherwise at most
+        half, as on the web page. The rest is for the chat.
         """
         settings = {**dict.fromkeys(SETTINGS), **self._defaults, **flags}
         if self.context and settings["max_tokens"]:

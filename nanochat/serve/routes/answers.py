@@ -193,7 +193,7 @@ class Reply:
 
 
 def add_text(parts: list[dict[str, Any]], text: str) -> None:
-    """Append text to the parts of a reply, to the last part if possible."""
+    """Append text to the parts of a reply, extending the last part if that is text."""
     if parts and parts[-1]["type"] == "text":
         parts[-1]["text"] += text
     else:

@@ -292,7 +292,7 @@ class CompletionWriter:
     def _echo(self, index: int, token_event: Event) -> str:
         """Return the prompt to echo before a reply's first token, or "" if there is none to echo.
 
-        The prompt's log-probabilities are added to the reply's if the client asked for them.
+        The prompt's log-probabilities are listed as well if the client asked for them.
         """
         if not self._request.echo or self._choices[index].tokens:
             return ""
@@ -373,7 +373,7 @@ class Listed:
         logprob: float | None,
         alternatives: Alternatives,
     ) -> None:
-        """Add a token with its log-probability, which is None for the first token of a prompt."""
+        """Add a token; `logprob` is None for the first token of a prompt."""
         text = spelling(token, self._tokenizer)
         top = None
         if logprob is not None:

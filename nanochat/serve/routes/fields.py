@@ -109,8 +109,8 @@ def read_fields(
     """Return the fields of a decoded body, without those that are null or cannot change an answer.
 
     `names` are the fields that the route reads. `neutral` maps each unsupported field to the values
-    that are accepted because they change nothing. Raises ApiError: 404 for another model, and 400
-    if the body is not an object or has an unknown field or an unsupported value.
+    that are accepted because they change nothing. Raises ApiError: 404 for another model, 400 for
+    any other invalid body.
     """
     if not isinstance(value, dict):
         raise invalid("the body must be a JSON object, got " + kind(value))
@@ -279,7 +279,7 @@ class ReplySettings:
     def requests(self, prompt: list[int], context: int) -> list[tuple[list[int], Sampling]]:
         """Return `n` engine requests for one prompt, which differ only in their seeds.
 
-        Replies are limited to what the context holds after the prompt, but at least to 1 token.
+        Replies are limited to the room in the context, but to no less than 1 token.
         """
         room = context - len(prompt)
         max_tokens = max(1, min(self.sampling.max_tokens, room))
@@ -374,7 +374,7 @@ def read_format(value: Any, name: str) -> str | None:
 
 
 def alternatives(fields: Mapping[str, Any], name: str) -> int | None:
-    """Return how many likely tokens to list at each position, or None if `name` is absent."""
+    """Return how many likely tokens to list at each position, or None without the field `name`."""
     return integer(fields, name, 0, MOST_ALTERNATIVES)
 
 
@@ -419,7 +419,7 @@ def _stop_tokens(fields: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:
 
 
 def _biases(fields: Mapping[str, Any], limits: Limits) -> tuple[tuple[int, float], ...]:
-    """Return the (token, bias) pairs in `logit_bias`, or raise ApiError (400) if not valid."""
+    """Return the (token, bias) pairs in `logit_bias`, or raise ApiError (400) if one is invalid."""
     values = mapping(fields, "logit_bias")
     if len(values) > MOST_BIASES:
         text = f"logit_bias may hold at most {MOST_BIASES:,} tokens, got {len(values):,}"

@@ -38,8 +38,8 @@ def read_conversation(
 
     Roles may come in any order, except that a tool result must follow the assistant or another
     result. Tool results become user messages, merged with user messages next to them. Empty system
-    messages are left out, but empty replies are kept. If `continued` is true, the last message must
-    be a reply for the model to continue. `instructions` are put in front of the system message.
+    messages are left out. If `continued` is true, the last message must be a reply for the model to
+    continue. `instructions` are put in front of the system message.
 
     Raises ApiError (400) if the messages are malformed.
     """
@@ -66,11 +66,7 @@ def read_conversation(
 
 
 def _checked_items(items: Any) -> list[Any]:
-    """Return `items`, the messages of a request.
-
-    Raises ApiError (400) if `items` is None, not a list or empty, or if it has too many messages or
-    parts.
-    """
+    """Return `items`, the messages of a request, or raise ApiError (400) if they are not valid."""
     if items is None:
         raise missing("messages", "a list of {role, content}")
     if not isinstance(items, list):
@@ -99,7 +95,7 @@ def _no_messages() -> ApiError:
 
 
 def _part_count(item: Any) -> int:
-    """Return how many parts an unchecked message has, in `content` and `parts` together."""
+    """Return how many parts an unchecked message has, in `content` and `parts`."""
     if not isinstance(item, dict):
         return 0
     lists = (item.get("content"), item.get("parts"))
@@ -143,7 +139,7 @@ def _check_result(items: list[Any], i: int) -> None:
 def _message(item: Any, name: str) -> Message:
     """Check one message of a request, and return it as a Message.
 
-    Raises ApiError (400) about the field `name` if the message is malformed.
+    Raises ApiError (400) about the field `name` if it is malformed.
     """
     if not isinstance(item, dict):
         raise invalid(f"{name} must be an object {{role, content}}, got {kind(item)}", name)
@@ -192,7 +188,7 @@ def _merge_texts(*parts: Part) -> tuple[Part, ...]:
 def text_of(content: Any, name: str) -> str:
     """Return the text of a message's `content`, which is a string or a list of text parts.
 
-    Raises ApiError (400) about the field `name` for anything else.
+    Raises ApiError (400) for anything else.
     """
     if isinstance(content, list):
         if not all(map(_is_text, content)):
@@ -213,7 +209,7 @@ def _is_text(part: Any) -> bool:
 def _parts(items: Any, name: str) -> tuple[Part, ...]:
     """Return the parts of a reply that a client sends back in the format of Reply.parts.
 
-    Raises ApiError (400) about the field `name` for any other format.
+    Raises ApiError (400) for any other format.
     """
     parts: list[Part] = []
     for item in items if isinstance(items, list) else [items]:
@@ -312,8 +308,7 @@ def render_chat(
     """Return the tokens of a chat, followed by those that begin the reply.
 
     A chat that is not in the form of training data is converted by answerable(), unless a published
-    model's template can render it as sent. Raises ApiError (400) about `field` if the template
-    refuses the chat.
+    model's template can render it as sent. Raises ApiError (400) if the template refuses it.
     """
     plain = answerable(conversation)
     try:

@@ -81,7 +81,7 @@ def _standalone(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def read_tools(fields: Mapping[str, Any]) -> Tools:
     """Return the tools of a request, which are empty if the model must not call any.
 
-    Raises ApiError (400) if they, or the field `tool_choice`, are not valid.
+    Raises ApiError (400) if `tools` or `tool_choice` are not valid.
     """
     items = fields.get("tools", [])
     if not isinstance(items, list):
@@ -113,7 +113,7 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
 def _forced(choice: Any, parameters: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the functions that a required call may use, () if none is required.
 
-    `choice` is the field `tool_choice`. Raises ApiError (400) if it is not valid.
+    Raises ApiError (400) if the choice is not valid.
     """
     if choice == "auto":
         return ()
@@ -150,7 +150,7 @@ def only_schema(tools: Tools, schema: str | None) -> str | None:
 def _function(item: Any, name: str) -> dict[str, Any]:
     """Check a tool, and return a dict of its name, and its description and parameters if given.
 
-    Raises ApiError (400) about the field `name` if the tool is not a valid function.
+    Raises ApiError (400) about the field `name` if it is not a valid function.
     """
     if not isinstance(item, dict) or item.get("type") != "function":
         form = (
@@ -179,7 +179,7 @@ def _function(item: Any, name: str) -> dict[str, Any]:
 def written_calls(calls: Any, name: str) -> str:
     """Return the tool calls of an assistant message as text in the form that models write.
 
-    Raises ApiError (400) about the field `name` if they are malformed.
+    Raises ApiError (400) if they are malformed.
     """
     if not isinstance(calls, list):
         raise invalid(f"{name} must be a list of calls, got {kind(calls)}", name)

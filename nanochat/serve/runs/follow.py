@@ -20,7 +20,7 @@ HUGE = 1e300  # a sum of such values would overflow
 def figures_of(line: bytes) -> tuple[int, dict[str, float]] | None:
     """Return the step and a dict of the figures in a line, or None if the line is not valid.
 
-    Figures are left out if they are not below HUGE in size, or if their names are too long.
+    Figures that are NaN or beyond HUGE, or whose names are too long, are left out.
     """
     try:
         fields = parse_json(line)
@@ -42,7 +42,7 @@ def figures_of(line: bytes) -> tuple[int, dict[str, float]] | None:
 def open_regular(path: Path) -> int:
     """Open a file for reading, and return its file descriptor.
 
-    Raises OSError if the file cannot be opened, or is a pipe or a device, where reading may block.
+    Raises OSError if it is missing or not a regular file; reading a pipe could block.
     """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(file).st_mode):

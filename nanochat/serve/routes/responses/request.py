@@ -98,7 +98,7 @@ class ResponseRequest:
     def _messages(self, dropped: int) -> tuple[Message, ...]:
         """Return the messages that the model read, without the `dropped` oldest turns.
 
-        Only these are stored, so that a continued chat does not grow without end.
+        So a stored chat does not grow without end.
         """
         conversation = self.conversation
         if dropped:
@@ -251,9 +251,9 @@ def _result_message(
     name: str,
     call_ids: set[str],
 ) -> dict[str, Any]:
-    """Return a call's result as a tool message, if `call_ids` has the call.
+    """Return a call's result as a tool message.
 
-    Raises ApiError (400) otherwise.
+    Raises ApiError (400) for an unknown call or a malformed result.
     """
     call_id = item.get("call_id")
     if not isinstance(call_id, str) or call_id not in call_ids:

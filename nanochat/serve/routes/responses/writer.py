@@ -33,8 +33,8 @@ class ResponseWriter:
     """Writes one reply as a response object, and stores it.
 
     The output holds a message for each run of text, and an item for each function call. A
-    calculator call belongs to the message around it: as {expression, result} in the message's
-    `parts` and, in a stream, in the `tool` of a text event. Both fields extend OpenAI's format.
+    calculator call belongs to the message around it: {expression, result} in `parts` and, in a
+    stream, in the `tool` of a text event. Both fields extend OpenAI's format.
     """
 
     def __init__(
