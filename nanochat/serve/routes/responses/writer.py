@@ -30,7 +30,7 @@ class Repeated:
 
 
 class ResponseWriter:
-    """Writes one reply as a response object, and stores it.
+    """Writes one reply as a response object, and passes it to `store`.
 
     The output holds a message for each run of text, and an item for each function call. A
     calculator call belongs to the message around it: {expression, result} in `parts` and, in a
@@ -79,7 +79,7 @@ class ResponseWriter:
         return b"".join(map(self._follow, deltas))
 
     def closing(self) -> bytes:
-        """Store the response, and return the last events of the stream."""
+        """Return the last events of the stream, after passing the response to `store`."""
         sent = self._end()
         body = self.body()
         kind = "response.completed" if body["status"] == "completed" else "response.incomplete"
@@ -92,7 +92,7 @@ class ResponseWriter:
         return self._event("response.failed", response=response)
 
     def body(self) -> dict[str, Any]:
-        """Store the whole response, and return it as a dict."""
+        """Return the whole response as a dict, after passing it to `store`."""
         self._end()
         response = self._response(self._status)
         if self._status == "incomplete":
