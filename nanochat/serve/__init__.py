@@ -12,6 +12,6 @@ routes/answers.py follows the replies and sends what chat.py writes of them
 
 app.py builds the application out of these and the pages in web/. The other files of routes/ are the
 other formats of the API. runs/ shows training while it happens. chosen.py has the flags that choose
-a model, for the scripts chat_web and chat_cli, and cli/ has the terminal chat. These two belong to
-the core; everything else is an appendix.
+a model, for the scripts chat_web and chat_cli, and cli/ has the terminal chat. chosen.py and
+cli/ belong to the core; everything else is an appendix.
 """

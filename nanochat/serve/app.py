@@ -75,13 +75,13 @@ ASSETS = {
 
 
 def assets() -> Mapping[str, bytes]:
-    """Return the files of the web pages, by name."""
+    """Return the contents of the web pages and their files, by name."""
     folder = importlib.resources.files("nanochat.serve") / "web"
     return {name: (folder / name).read_bytes() for name in (*PAGES, *ASSETS)}
 
 
 def create_app(models: Sequence[Loadable], settings: Settings) -> App:
-    """Build the web application, which starts the engine threads and stops them at its end."""
+    """Return the web application, which starts the engine threads and stops them at its end."""
     server = ChatServer(models, settings)
     files = assets()
     runs = None
@@ -110,7 +110,7 @@ def create_app(models: Sequence[Loadable], settings: Settings) -> App:
 
 
 def _add_api(app: FastAPI, server: ChatServer) -> None:
-    """Add the routes of the API to an application."""
+    """Add the routes of the API to `app`."""
     app.add_api_route("/health", server.health)
     app.add_api_route("/metrics", server.metrics_text)
     app.add_api_route("/tokenizer_info", server.tokenizer_info)
@@ -134,7 +134,7 @@ def create_runs_app(
     hosts: tuple[str, ...],
     api_key: str,
 ) -> App:
-    """Build an application without a model, whose only page shows the runs under a base folder."""
+    """Return an application without a model, whose only page shows the runs under `base`."""
     runs = Runs(base, chat=False)
     files = assets()
 
@@ -182,7 +182,7 @@ def _add_pages(
     pages: Mapping[str, bytes],
     files: Mapping[str, bytes],
 ) -> None:
-    """Add routes for pages, which are given by path, and for the files that they load."""
+    """Add routes for `pages`, a dict from path to content, and for the `files` that they load."""
 
     async def asset(name: str) -> Response:
         if name not in ASSETS:

@@ -1,4 +1,4 @@
-"""Chooses the model to chat with: one that was trained here, or the folder of a published one."""
+"""Loads the models to chat with: those trained here, published ones, and their adapters."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,11 +65,11 @@ def choose(
     compute: Compute,
     adapter: Path | None = None,
 ) -> Chosen:
-    """Load the model that the flags name.
+    """Load the model that the flags name, by default the one that was trained last.
 
-    `dtype` is the number format to compute in, where auto leaves the choice to the device.
-    `adapter` is the folder of an adapter to merge into a published model. Raises UserError if the
-    flags contradict each other or the model cannot be loaded.
+    `dtype` is the number format to compute in; "auto" leaves the choice to the device. `adapter` is
+    the folder of an adapter to merge into a published model. Raises UserError if flags contradict
+    each other or the model cannot be loaded.
     """
     if dtype != "auto":
         compute = replace(compute, dtype=DTYPES[dtype], dtype_reason="--dtype")
@@ -111,7 +111,7 @@ def _lay_out(
 ) -> None:
     """Store the model's matrices in the format of --weights, laid out for the device.
 
-    Raises UserError if 8 bits would not make the model faster here.
+    Raises UserError (exit code 2) if 8-bit matrices are unsupported or no faster here.
     """
     if flags.weights == "int8":
         reason = _no_int8(loaded, compute)
@@ -126,7 +126,7 @@ def _lay_out(
 
 
 def _no_int8(loaded: Loaded, compute: Compute) -> str:
-    """Return why matrices in 8 bits would not make a model faster here, or "" if they would."""
+    """Return why 8-bit matrices are unsupported or no faster here, or "" if they help."""
     reason = compute.platform.int8_missing(compute.dtype)
     if reason:
         return reason
@@ -141,10 +141,11 @@ def choose_also(
     dtype: str,
     compute: Compute,
 ) -> tuple[str, Chosen]:
-    """Return the name and the model that a value of --also asks for.
+    """Load the model that a value of --also asks for, and return its name and the model.
 
-    The value is STAGE/TAG, STAGE/TAG/STEP or NAME=FOLDER, and `flags` are those of the first model.
-    Raises UserError if the value cannot be parsed or the model cannot be loaded.
+    The value is STAGE/TAG, STAGE/TAG/STEP or NAME=FOLDER. The first model's weights, graphs and
+    context (in `flags`) apply. Raises UserError if the value cannot be parsed (exit code 2) or the
+    model cannot be loaded.
     """
     shared = ModelFlags(weights=flags.weights, graphs=flags.graphs, context=flags.context)
     name, _, folder = value.partition("=")
@@ -167,7 +168,7 @@ def choose_also(
 
 
 def names_adapter(value: str) -> bool:
-    """Return whether the folder in a value of --also, NAME=FOLDER, holds an adapter."""
+    """Return whether a value of --also is NAME=FOLDER with an adapter in the folder."""
     from nanochat.checkpoint_manager.huggingface.adapter import SETTINGS as ADAPTER_SETTINGS
 
     _, _, folder = value.partition("=")
@@ -175,10 +176,10 @@ def names_adapter(value: str) -> bool:
 
 
 def adapter_folders(values: Sequence[str], model: Path | None) -> dict[str, Path]:
-    """Return the folders of the adapters that values of --adapter or --also ask for, by name.
+    """Return a dict from name to folder of the adapters that --adapter or --also ask for.
 
-    A value is NAME=FOLDER, or FOLDER alone, whose last part is then the name of the adapter. Raises
-    UserError if there is no base model (`model`, a folder), or if two adapters have the same name.
+    A value is NAME=FOLDER, or FOLDER alone, whose last component is then the name. Raises UserError
+    (exit code 2) if a value is malformed, a name not unique, or the base model (`model`) missing.
     """
     if values and model is None:
         raise UserError(NEEDS_BASE, exit_code=2)
@@ -204,9 +205,9 @@ def load_adapters(
     folders: Mapping[str, Path],
     compute: Compute,
 ) -> Adapters | None:
-    """Load adapters for the model that was chosen, or return None if there are none.
+    """Load adapters for the chosen model `first`, or return None if there are none.
 
-    `folders` gives the folder of each adapter by its name. Raises UserError if an adapter cannot be
+    `folders` maps the name of each adapter to its folder. Raises UserError if an adapter cannot be
     read or belongs to another base model.
     """
     if not folders:
@@ -223,10 +224,10 @@ def cache_sizes(
     slots: int,
     platform: Platform,
 ) -> list[int]:
-    """Return the size of each model's cache in bytes, for so many slots.
+    """Return the size in bytes of each model's cache with `slots` slots.
 
-    Raises UserError if the device has less free memory than all of these caches take together. A
-    CPU would otherwise run out of memory only while it answers.
+    Raises UserError if the device has less free memory than these caches take together. A CPU would
+    otherwise run out of memory only while it answers.
     """
     slot_sizes = [model.loaded.model.new_cache(1, model.context).bytes for model in models]
     total = slots * sum(slot_sizes)
@@ -244,7 +245,7 @@ def cache_sizes(
 def _context(flags: ModelFlags, loaded: Loaded) -> int:
     """Return the longest chat in tokens.
 
-    Raises UserError if --context is out of range.
+    Raises UserError (exit code 2) if --context is out of range.
     """
     longest = loaded.model.config.sequence_len
     if flags.context is not None and not 2 <= flags.context <= longest:

@@ -1,10 +1,10 @@
-"""Limits the connections of the server: their number, their memory, and how long each may stall it.
+"""Limits the server's connections: their number, their memory, and how long each may stall it.
 
 A connection is in one of two states. Either the client waits for the server; this has no deadline
 here, because the queue of chats bounds it. Or the server waits for the client to send a request, to
 finish its headers or its body, or to read what was sent. Every such wait has a deadline. When the
-server runs out of room, it closes the connection that has kept it waiting longest, so that there is
-always room for a new client.
+server runs out of room, it closes the connection that has kept it waiting longest, and refuses a
+new one only if no connection keeps it waiting.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ SWALLOWED_BYTES = 1 << 20
 # The kernel's buffer for each direction, which by default grows to some megabytes if a client does
 # not read.
 SOCKET_BYTES = 64 * 1024
-WARNING_SECONDS = 60  # least time between two lines in the log about the same thing
+WARNING_SECONDS = 60  # least time between two log lines with the same message
 
 # What the server waits for: a request, the rest of its headers, the rest of its body, for the
 # client to read what was sent, or for it to receive a refusal before the connection closes.
@@ -42,7 +42,7 @@ Wait = Literal["idle", "headers", "body", "read", "leave"]
 
 @dataclass(frozen=True)
 class Caps:
-    """Bounds on connections, and for each kind of wait the seconds that a client may take."""
+    """Bounds on connections: the seconds that each kind of wait may take, counts, and bytes."""
 
     idle: float = 30  # longer than clients keep unused connections, so that clients close first
     headers: float = 10  # headers fit into a few packets
@@ -58,10 +58,7 @@ class Caps:
 
 
 class Seldom:
-    """Logs each warning at most once every WARNING_SECONDS.
-
-    Otherwise an attacker could make the log grow as fast as the attack.
-    """
+    """Logs each warning at most once in WARNING_SECONDS, so that an attack cannot flood the log."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
@@ -75,9 +72,10 @@ class Seldom:
 
 
 def neighbour(host: str) -> str:
-    """Return what counts as one address for a client: an IPv4 address, or an IPv6 /64 network.
+    """Return the address that a client counts under: its IPv4 address, or its IPv6 /64 network.
 
-    One customer of an IPv6 provider has all addresses of such a network.
+    One customer of an IPv6 provider has all addresses of such a network. Other hosts are returned
+    unchanged.
     """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
@@ -91,7 +89,7 @@ def neighbour(host: str) -> str:
 
 
 class Connections:
-    """All open connections: which of them keep the server waiting, and what their requests hold."""
+    """Counts the open connections by address, and tracks their waits and incomplete requests."""
 
     def __init__(self, caps: Caps):
         self.caps = caps
@@ -101,9 +99,9 @@ class Connections:
         self.unfinished = 0  # bytes of all incomplete requests
 
     def admit(self, new: "Connection") -> bool:
-        """Count a new connection, closing an older one if there are too many.
+        """Count a new connection, and return whether there is room for it.
 
-        Returns False if there is no room and no connection can be closed.
+        If there are too many, one that keeps the server waiting is closed, if any does.
         """
         self.per_address[new.address] += 1
         if self.per_address[new.address] > self.caps.per_address:
@@ -123,8 +121,8 @@ class Connections:
     def make_room(self, address: str | None = None) -> bool:
         """Close the connection that has kept the server waiting longest.
 
-        With an `address`, only connections from that address count. Returns False if no connection
-        keeps the server waiting.
+        With an `address`, only connections from that address are considered. Returns False if none
+        of them keeps the server waiting.
         """
         for connection in self.waiting:
             if address in (None, connection.address):
@@ -133,7 +131,7 @@ class Connections:
         return False
 
     def wait(self, connection: "Connection", wait: Wait) -> None:
-        """Note that a connection begins to keep the server waiting.
+        """Record that a connection begins to keep the server waiting.
 
         If too many clients do not read their answers, the one that has not read for longest is
         dropped.
@@ -150,9 +148,10 @@ class Connections:
             unread[0].drop()
 
     def hold(self, connection: "Connection", count: int) -> None:
-        """Note how many bytes the unfinished request of a connection has so far.
+        """Record that the unfinished request of a connection has `count` bytes so far.
 
-        While all unfinished requests together are too large, the oldest one is refused.
+        While all unfinished requests together are too large, the one with the longest wait is
+        refused.
         """
         self.unfinished += count - connection.unfinished
         connection.unfinished = count
@@ -166,7 +165,7 @@ class Connections:
             oldest.refuse(ApiError(429, "too_many_bodies", text, retry_after=2))
 
     def forget(self, connection: "Connection") -> None:
-        """Free everything that was counted for a connection."""
+        """Stop counting a connection and the bytes of its request."""
         self.waiting.pop(connection, None)
         self.unfinished -= connection.unfinished
         connection.unfinished = 0
@@ -176,11 +175,11 @@ class Connections:
 
 
 class Requests(h11.Connection):
-    """Reads HTTP requests, and refuses two things that h11 accepts.
+    """Parses HTTP requests, and refuses two kinds that h11 accepts.
 
-    Different programs read a request that has both Content-Length and Transfer-Encoding in
-    different ways. And a body in pieces of single bytes costs a thousand times the work of a body
-    in one piece.
+    A request with both Content-Length and Transfer-Encoding is read differently by different
+    programs. A body in pieces of single bytes costs a thousand times the work of a body in one
+    piece.
     """
 
     def __init__(self) -> None:
@@ -188,7 +187,10 @@ class Requests(h11.Connection):
         self._pieces = 0
 
     def next_event(self) -> Any:
-        """Return the next event. Raises h11.RemoteProtocolError if the request is refused."""
+        """Return h11's next event.
+
+        Raises h11.RemoteProtocolError if the request is malformed or refused.
+        """
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._pieces = 0
@@ -207,9 +209,9 @@ class Requests(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """A connection of uvicorn with deadlines.
+    """A uvicorn connection with deadlines.
 
-    After a refusal that was sent before the end of the body, it closes.
+    It closes if the answer is complete before the client has sent the whole body.
     """
 
     def __init__(
@@ -248,12 +250,12 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Free everything that was counted for the connection, which is closed now."""
+        """Stop counting the connection, which has closed."""
         self._leave()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes, or discard them if the request was refused."""
+        """Process received bytes, or discard them if the connection is about to close."""
         if self.leaving:
             self._swallowed += len(data)
             if self._swallowed > SWALLOWED_BYTES:
@@ -268,12 +270,12 @@ class Connection(H11Protocol):
         self._look()
 
     def resume_writing(self) -> None:
-        """End the wait for the client, which has read everything that the server wrote."""
+        """End the wait for the client, now that the kernel has taken everything written."""
         super().resume_writing()
         self._look()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or close if the client still sends the body of this one."""
+        """Wait for the next request, or close if the client is still sending this one's body."""
         if self.conn.their_state is h11.SEND_BODY:
             self._close_politely()
         else:
@@ -290,7 +292,7 @@ class Connection(H11Protocol):
         """Do nothing, because the deadlines below also close unused connections."""
 
     def shutdown(self) -> None:
-        """Close the connection, after the end of an answer that is under way."""
+        """Close the connection, at once or after the answer that is under way."""
         if self.wait in ("idle", "headers", "leave"):
             self.drop()
         else:
@@ -299,7 +301,7 @@ class Connection(H11Protocol):
     # --- deadlines -------------------------------------------------------------------------------
 
     def _waits_for(self) -> Wait | None:
-        """Return what the client must do next, or None if the client waits for the server."""
+        """Return what the server waits for, or None if the client waits for the server."""
         if self.flow.write_paused:
             return "read"
         if self.leaving:
@@ -309,7 +311,7 @@ class Connection(H11Protocol):
         return "body" if self.cycle.more_body else None
 
     def _look(self, received: int = 0) -> None:
-        """Note what the server waits for now, with a new deadline for each new wait.
+        """Update what the server waits for, and set a new deadline if that has changed.
 
         `received` is the number of bytes that have just arrived.
         """
@@ -331,13 +333,13 @@ class Connection(H11Protocol):
             self.all.wait(self, wait)
 
     def _end_wait(self) -> None:
-        """Forget the current wait and its deadline."""
+        """End the current wait, and cancel its deadline."""
         self.all.waiting.pop(self, None)
         if self._timer:
             self._timer.cancel()
 
     def _late(self) -> None:
-        """Close the connection because its client has missed the deadline."""
+        """Refuse the request, or drop the connection, because the client missed the deadline."""
         if self.wait in ("headers", "body"):
             text = (
                 f"the {self.wait} of the request took too long: send the request again, without a "
@@ -352,7 +354,7 @@ class Connection(H11Protocol):
     def drop(self) -> None:
         """Close the connection at once, whatever is under way.
 
-        The kernel discards what the client has not read.
+        If the client does not read, the kernel discards what is unsent.
         """
         if self.flow.write_paused:
             reset = struct.pack("ii", 1, 0)  # linger for 0 seconds
@@ -362,14 +364,14 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def _leave(self) -> None:
-        """Free everything that was counted for the connection, unless that was done before."""
+        """Stop counting the connection, unless that has been done already."""
         if not self._gone:
             self._gone = True
             self._end_wait()
             self.all.forget(self)
 
     def refuse(self, refusal: ApiError) -> None:
-        """Send a refusal in place of the application's answer, and close.
+        """Send an error in place of the application's answer, unless that has begun, and close.
 
         The application need not see the request.
         """
@@ -391,10 +393,9 @@ class Connection(H11Protocol):
         self._close_politely()
 
     def _close_politely(self) -> None:
-        """Send the rest of the answer and the end of the stream, and keep the socket for a moment.
+        """Finish sending, and close once the client does or a deadline passes.
 
-        A socket that closes with unread data resets the connection, and the client may lose the
-        answer.
+        Closing a socket with unread data resets the connection, and the client may lose the answer.
         """
         self.leaving = True
         self._unset_keepalive_if_required()

@@ -13,7 +13,7 @@ from nanochat.serve.waiting import Line
 
 
 class EngineEvent(Protocol):
-    """One token of a reply; `finish`, on the last token only, says why the reply ended."""
+    """One token of the reply to `request`; `finish`, on the last token only, says why it ended."""
 
     @property
     def request(self) -> int: ...
@@ -52,7 +52,7 @@ class StepEngine(Protocol[E_co]):
 
 
 class Ticket(Generic[E]):
-    """The requests of one client to the engine, and a queue for the events of their replies."""
+    """The engine requests of one HTTP request, and a queue for the events of their replies."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Ticket(Generic[E]):
         owner: str = "",
         automaton: object = None,
     ):
-        """Make the ticket of some requests, each a prompt with its sampling settings.
+        """Make the ticket of engine requests, each a prompt with its sampling settings.
 
         `owner` is the address of the client. `automaton` is the compiled JSON schema that the
         replies must follow, or None without a schema; the ticket keeps it alive for the engine.
@@ -70,7 +70,7 @@ class Ticket(Generic[E]):
         self.automaton = automaton
         # Only the engine's thread changes the next two.
         self.submitted = 0  # how many of the requests the engine has received
-        self.running: dict[int, int] = {}  # the engine's request number -> its index in `requests`
+        self.running: dict[int, int] = {}  # the engine's request ID -> the index in `requests`
         self.unfinished = len(requests)  # only the event loop uses this
         self._news: asyncio.Queue[tuple[int, E] | Exception] = asyncio.Queue()
 
@@ -85,7 +85,7 @@ class Ticket(Generic[E]):
         return self.submitted < len(self.requests)
 
     def tell(self, news: "tuple[int, E] | Exception") -> None:
-        """Queue an event of one reply, or the exception that ends all replies."""
+        """Queue an event with the index of its request, or an exception that ends all replies."""
         self._news.put_nowait(news)
 
     async def events(self) -> list[tuple[int, E]]:
@@ -106,23 +106,23 @@ class Ticket(Generic[E]):
 
 
 class Displaced(Exception):
-    """A waiting ticket lost its place to the ticket of an address that has fewer."""
+    """Raised if a waiting ticket has lost its place to an address with fewer tickets."""
 
 
 class EngineThread(Generic[E]):
-    """Runs the engine in a thread that alone may touch it.
+    """Runs an engine in a thread, which alone submits requests to the engine and steps it.
 
     Call the public methods on the event loop. Commands enter through a queue that the thread
     empties before every step. Tickets wait in a line. When the engine has a free slot, the thread
     hands it one request of the address whose turn it is.
 
-    One callback delivers the events of all tickets, at most every NEWS_SECONDS. Python runs one
-    thread at a time, so the engine stands still while the loop sends events, and fewer deliveries
-    leave it more time. The loop never waits for the model, and the model never waits for a client.
+    One callback delivers the events of all tickets, at most every NEWS_SECONDS while the engine is
+    busy. Python runs one thread at a time, so fewer deliveries leave the engine more time. The loop
+    never waits for the model, and the model never waits for a client.
     """
 
     def __init__(self, engine: StepEngine[E], waiting: int):
-        """Prepare the thread; `waiting` tickets may wait in addition to those that have a slot."""
+        """Prepare the thread, which accepts `waiting` tickets more than the engine has slots."""
         self.slots = engine.free_slots
         self.free_slots = self.slots
         self.tickets: set[Ticket[E]] = set()  # submitted, and neither released nor finished
@@ -131,7 +131,7 @@ class EngineThread(Generic[E]):
         self._limit = self.slots + waiting  # of tickets
         self._inbox: queue.SimpleQueue[Ticket[E] | Literal["look", "stop"]] = queue.SimpleQueue()
         # Only the engine thread uses the next four.
-        self._running: dict[int, Ticket[E]] = {}  # by the engine's request number
+        self._running: dict[int, Ticket[E]] = {}  # by the engine's request ID
         self._news: list[tuple[Ticket[E], tuple[int, E] | Exception]] = []  # not delivered yet
         # Address -> when its latest reply began, by the monotonic clock.
         self._begun: dict[str, float] = {}
@@ -145,7 +145,7 @@ class EngineThread(Generic[E]):
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread after its current step."""
+        """End the thread after its current step, and wait until it has ended."""
         self._inbox.put("stop")
         await asyncio.to_thread(self._thread.join)
 
@@ -155,16 +155,15 @@ class EngineThread(Generic[E]):
         return self._thread.is_alive()
 
     def full(self, owner: str = "") -> bool:
-        """Return whether a ticket of an address would be refused because too many are waiting."""
+        """Return whether submit() would refuse a ticket of the address `owner` for lack of room."""
         return len(self.tickets) >= self._limit and not self.line.yields_to(owner)
 
     def submit(self, ticket: Ticket[E]) -> None:
         """Queue a ticket, which the caller must release later.
 
-        If too many tickets are waiting, the address with the most waiting tickets loses its newest
-        one, whose events() raises Displaced. A ticket whose replies have all ended makes room for
-        another one, even if its client never reads them. Raises asyncio.QueueFull if there is no
-        room.
+        If there is no room, the address with the most waiting tickets loses its newest one, whose
+        events() raises Displaced. Raises asyncio.QueueFull if no ticket can give way. A ticket
+        whose replies have all ended takes up no room, even if its client never reads them.
         """
         if self.full(ticket.owner):
             raise asyncio.QueueFull
@@ -179,23 +178,20 @@ class EngineThread(Generic[E]):
         self._inbox.put("look")
 
     def release(self, ticket: Ticket[E]) -> None:
-        """Give a ticket back.
-
-        Before its next step, the engine cancels the replies of the ticket that have not ended.
-        """
+        """Take a ticket back, and have its unfinished replies cancelled before the next step."""
         self.tickets.discard(ticket)
         self.line.remove(ticket)
         self._inbox.put(ticket)
 
     def dismiss(self, reason: Exception) -> None:
-        """End every reply with an exception. Whoever holds a ticket must still release it."""
+        """Make events() of every ticket raise `reason`; each ticket must still be released."""
         for ticket in self.tickets:
             ticket.tell(reason)
 
     # --- in the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Follow commands, hand requests to the engine and step it, until the thread must end."""
+        """Carry out commands, hand requests to the engine and step it, until told to stop."""
         while self._obey():
             self._fill()
             try:
@@ -213,7 +209,7 @@ class EngineThread(Generic[E]):
                 self._publish()
 
     def _note(self, event: E) -> None:
-        """Keep an event for delivery with its ticket."""
+        """Keep an event for delivery, and forget a request that has ended."""
         ticket = self._running[event.request]
         index = ticket.running[event.request]
         self._news.append((ticket, (index, event)))
@@ -238,7 +234,7 @@ class EngineThread(Generic[E]):
         return True
 
     def _fill(self) -> None:
-        """Hand requests to the engine until its slots are full, one for each address in turn."""
+        """Hand requests to the engine while it has free slots, with addresses taking turns."""
         while len(self._running) < self.slots:
             ticket = self.line.next(self._may_begin)
             if ticket is None:
@@ -260,7 +256,7 @@ class EngineThread(Generic[E]):
             self.line.done_with(ticket)
 
     def _remember(self, owner: str) -> None:
-        """Note that a reply of an address begins now, and forget addresses that came long ago."""
+        """Record that a reply of an address begins, and drop old records if there are many."""
         now = time.monotonic()
         self._begun[owner] = now
         if len(self._begun) <= 2 * self.slots:
@@ -272,8 +268,7 @@ class EngineThread(Generic[E]):
         """Return whether a ticket may take a slot.
 
         The replies of one address that follow a JSON schema may fill only a share of the slots.
-        Their masks can cost so much that a chat of another address would wait for minutes until one
-        of them ends.
+        Their token masks can be so slow that other addresses would wait minutes for a slot.
         """
         if ticket.automaton is None:
             return True
@@ -284,14 +279,14 @@ class EngineThread(Generic[E]):
         return running < max(self.slots // share, 1)
 
     def _others_came(self, owner: str) -> bool:
-        """Return whether a reply of another address has begun recently."""
+        """Return whether a reply of another address has begun in the last RECENT_SECONDS."""
         cutoff = time.monotonic() - RECENT_SECONDS
         return any(address != owner and begun > cutoff for address, begun in self._begun.items())
 
     def _drop(self, ticket: Ticket[E], failure: Exception | None) -> None:
-        """Cancel the replies of a ticket that are under way.
+        """Remove a ticket from the line, and cancel its replies that are under way.
 
-        If there was a failure, the ticket's client gets it.
+        If there is a `failure`, events() of the ticket raises it.
         """
         self.line.remove(ticket)
         for number in ticket.running:
@@ -302,7 +297,7 @@ class EngineThread(Generic[E]):
             self._news.append((ticket, failure))
 
     def _publish(self) -> None:
-        """Hand the events that have not been delivered yet to the event loop."""
+        """Hand all events that have not been delivered yet to the event loop."""
         assert self._loop is not None
         if self._news:
             self._loop.call_soon_threadsafe(self._deliver, self._news)
@@ -312,9 +307,9 @@ class EngineThread(Generic[E]):
     # --- on the loop -----------------------------------------------------------------------------
 
     def _deliver(self, news: "Sequence[tuple[Ticket[E], tuple[int, E] | Exception]]") -> None:
-        """Put events into the queues of their tickets.
+        """Put events and exceptions into the queues of their tickets.
 
-        A ticket whose replies have all ended makes room for another one.
+        Tickets whose replies have all ended, or failed, no longer take up room.
         """
         for ticket, item in news:
             ticket.tell(item)

@@ -1,4 +1,4 @@
-"""Accepts connections, checks the host name and key of every request, and shuts down in order."""
+"""Accepts connections, checks each request's host name and key, and shuts the server down."""
 
 import asyncio
 import contextlib
@@ -47,8 +47,8 @@ HEADERS = {
 def host_allowed(host: str, names: tuple[str, ...]) -> bool:
     """Return whether a Host header names this server: an IP address, localhost, or one of `names`.
 
-    If another site makes its own name point to this address (DNS rebinding), the header holds the
-    name of that site.
+    If another site makes its own name point to this machine (DNS rebinding), the header holds that
+    name.
     """
     name, _, port = host.rpartition(":")
     if not port.isdigit():
@@ -60,20 +60,17 @@ def host_allowed(host: str, names: tuple[str, ...]) -> bool:
 
 
 def needs_key(path: str) -> bool:
-    """Return whether a path is only for clients with the key.
-
-    The pages, which hold no secret, and /health are for all clients.
-    """
+    """Return whether a path needs the key, as all do but /health, the pages and their assets."""
     return path not in ("/", "/runs", "/health") and not path.startswith("/assets/")
 
 
 def digest(text: bytes) -> bytes:
-    """Return a hash of a key, so that comparing keys of any length takes equally long."""
+    """Return the SHA-256 of a key; comparing hashes takes equally long for keys of any length."""
     return hashlib.sha256(text).digest()
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
-    """Return the value of the first header with a name, or b"" if there is none."""
+    """Return the value of the first header called `name`, or b"" if there is none."""
     for header, value in scope["headers"]:
         if header == name:
             return value
@@ -81,7 +78,7 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 
 class Guard:
-    """Checks the Host header and key of every request, and adds safety headers to each response."""
+    """Checks the Host header and key of HTTP requests, and adds security headers to responses."""
 
     def __init__(
         self,
@@ -89,7 +86,7 @@ class Guard:
         hosts: tuple[str, ...],
         api_key: str = "",
     ):
-        """Guard an application; clients need no key if `api_key` is empty."""
+        """Guard `app`, which answers to `hosts`; clients need no key if `api_key` is empty."""
         self.app = app
         self.hosts = hosts
         self._key = digest(api_key.encode()) if api_key else None
@@ -152,7 +149,7 @@ class App:
 
 
 def raise_open_files() -> None:
-    """Allow this process to open as many files as the system lets it."""
+    """Raise this process's limit on open files to the hard limit, except on Windows."""
     with contextlib.suppress(ImportError):  # Windows has no such limit
         import resource
 
@@ -161,7 +158,7 @@ def raise_open_files() -> None:
 
 
 def affordable(caps: Caps) -> Caps:
-    """Return the bounds, with no more connections than the files that this process may open."""
+    """Return `caps`, with fewer connections if the process may not open enough files for them."""
     with contextlib.suppress(ImportError):
         import resource
 
@@ -172,11 +169,10 @@ def affordable(caps: Caps) -> Caps:
 
 
 class Server(uvicorn.Server):
-    """Runs uvicorn without access log, server header or websockets.
+    """A uvicorn server without an access log, a Server header or WebSockets.
 
-    Before it shuts down, it ends the answers under way. It also accepts connections itself: if the
-    process may open no more files, asyncio's own loop keeps trying, about a thousand times a
-    second, and logs a traceback each time.
+    It accepts connections itself, because if the process may open no more files, asyncio's own loop
+    keeps trying, about a thousand times a second, and logs a traceback each time.
     """
 
     def __init__(self, app: App):
@@ -205,7 +201,7 @@ class Server(uvicorn.Server):
         ]
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Accept the connections of a listening socket until this task is cancelled."""
+        """Accept connections on a listening socket until this task is cancelled."""
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
         listener.listen(BACKLOG)
@@ -229,7 +225,7 @@ class Server(uvicorn.Server):
                 await asyncio.sleep(FULL_SECONDS)
 
     async def _open(self, accepted: socket.socket) -> None:
-        """Answer the requests of a connection."""
+        """Attach an accepted socket to a new Connection."""
         loop = asyncio.get_running_loop()
         state = self.lifespan.state
 
@@ -240,7 +236,7 @@ class Server(uvicorn.Server):
             await loop.connect_accepted_socket(connection, accepted)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop because of a signal, and end the process if that takes too long."""
+        """Begin to stop because of a signal, and end the process if stopping takes too long."""
         super().handle_exit(sig, frame)
         # Python waits for every thread that is at work, and no thread can be ended from outside.
         timer = threading.Timer(STOP_SECONDS, _end)
@@ -248,10 +244,10 @@ class Server(uvicorn.Server):
         timer.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting requests, and give the answers under way DRAIN_SECONDS to end.
+        """Stop accepting connections, and give the answers under way DRAIN_SECONDS to end.
 
-        After that time, the server ends them. One line of the log tells how many answers uvicorn
-        cancelled because their clients did not read them.
+        After that time, they end with an error. Answers whose clients do not read them are
+        cancelled later by uvicorn, which logs their number in one line.
         """
         logging.getLogger("uvicorn.error").addFilter(_not_cancelled)
         for accepting in self._accepting:
@@ -281,18 +277,18 @@ def _set_options(accepted: socket.socket) -> None:
 
 
 def _not_cancelled(record: logging.LogRecord) -> bool:
-    """Return whether a log record is anything but the traceback of a cancelled answer."""
+    """Return whether a log record is not the traceback of a cancelled answer."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def _end() -> None:
-    """End the process at once, whatever is still running."""
+    """Warn, and end the process at once, whatever is still running."""
     warn(f"the server did not stop within {STOP_SECONDS:g} seconds: its process ends now")
     os._exit(1)
 
 
 def serve(app: App, listener: socket.socket) -> None:
-    """Serve until Ctrl-C or SIGTERM."""
+    """Serve `app` on the socket `listener` until Ctrl-C or SIGTERM."""
     raise_open_files()
     # uvicorn raises these signals again at its end; ignored, they let it end normally.
     for signal_number in (signal.SIGINT, signal.SIGTERM):

@@ -1,6 +1,6 @@
-"""Describes the models of the server: for each its engine thread, its limits and its counters.
+"""Holds the models of the server, each with its engine thread, its limits and its metrics.
 
-GET /metrics returns the counters as Prometheus text under vLLM's names, so that dashboards made for
+GET /metrics returns the metrics as Prometheus text under vLLM's names, so that dashboards made for
 vLLM work here too.
 """
 
@@ -47,7 +47,7 @@ TOTAL = (
 
 
 class Families:
-    """The metrics of one server, each registered once by name, with one value per model."""
+    """The Prometheus metrics of one server, each registered once and labelled by model."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -61,7 +61,7 @@ class Families:
         labels: Sequence[str] = ("model_name",),
         **options: Any,
     ) -> F:
-        """Return the metric with a name, which is registered at the first call."""
+        """Return the metric called `name`, registering it on first use."""
         if name not in self._metrics:
             self._metrics[name] = kind(
                 f"vllm:{name}", help_text, labels, registry=self._registry, **options
@@ -69,12 +69,12 @@ class Families:
         return self._metrics[name]  # type: ignore[no-any-return]
 
     def response(self) -> Response:
-        """Return all metrics as Prometheus text."""
+        """Return an HTTP response with all metrics as Prometheus text."""
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
 
 class Metrics:
-    """The counters of one model. All times are in seconds."""
+    """The metrics of one model; all times are in seconds."""
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ class Metrics:
         model: str,
         thread: EngineThread[Event] | None,
     ):
-        """Register the counters of a model.
+        """Register the metrics of a model.
 
-        `thread` runs the model's engine. It is None for an adapter, because its base model reports
-        how busy the engine is.
+        `thread` runs the model's engine, or is None for an adapter, whose base model already
+        reports how busy the engine is.
         """
         self._families = families
         self._model = model
@@ -127,7 +127,7 @@ class Metrics:
         )
 
     def ended(self, reason: str) -> None:
-        """Count a request that ended, under the reason why it ended."""
+        """Count a reply that ended, under its `reason`."""
         self._ended.labels(self._model, reason).inc()
 
     def _counter(self, name: str, help_text: str) -> Counter:
@@ -159,7 +159,7 @@ class Watch:
         prompts: Sequence[int],
         start: float,
     ):
-        """Watch the replies to some prompts, whose lengths in tokens are `prompts`.
+        """Watch one reply for each of `prompts`, the lengths of the prompts in tokens.
 
         `start` is when the request arrived, by the monotonic clock.
         """
@@ -175,9 +175,9 @@ class Watch:
         return len(self._ended) == len(self._prompts)
 
     def add(self, news: Sequence[tuple[int, Event]]) -> None:
-        """Count the tokens that were delivered together, each with the index of its reply.
+        """Count tokens that were delivered together, each with the index of its reply.
 
-        Tokens of one reply that arrive together share the time since its previous token.
+        The time since a reply's previous token is divided equally among its new tokens.
         """
         now = time.monotonic()
         metrics = self._metrics
@@ -200,7 +200,7 @@ class Watch:
             self._last[index] = now
 
     def _begin(self, index: int, event: Event, now: float) -> None:
-        """Count the first token of a reply, and its prompt."""
+        """Record the time to a reply's first token, and count its prompt."""
         metrics = self._metrics
         metrics.first.observe(now - self._start)
         metrics.prompt_tokens.inc(self._prompts[index])
@@ -208,7 +208,7 @@ class Watch:
         metrics.hits.inc(event.reused)
 
     def end(self) -> None:
-        """Count the replies that were aborted."""
+        """Count all replies that have not ended as aborted."""
         for _ in range(len(self._prompts) - len(self._ended)):
             self._metrics.ended("abort")
 
@@ -218,7 +218,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Announced:
-    """What the server publishes about a model, and the defaults of a request to it."""
+    """What the server publishes about a model, and the default settings of requests to it."""
 
     model: str  # the name in the API, such as nanochat-sft-d4
     stage: str
@@ -234,9 +234,9 @@ class Announced:
 
 @dataclass(frozen=True)
 class Loadable:
-    """A model that is ready to be served: an engine, or one of its adapters.
+    """A model that is ready to be served: the model of an engine, or one of its adapters.
 
-    Several of these may share an engine.
+    Several Loadables may share an engine.
     """
 
     engine: Engine
@@ -246,9 +246,9 @@ class Loadable:
 
 
 class Hosted:
-    """A model that the server answers with.
+    """A model that answers requests to the server.
 
-    An engine and its adapters share slots, and their requests wait in one line.
+    A model and its adapters share the engine's slots, and their requests wait in one line.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Hosted:
         thread: EngineThread[Event],
         families: Families,
     ):
-        """Host a model whose engine `thread` runs; `families` are the server's metrics."""
+        """Host a model whose engine `thread` runs, and register its metrics in `families`."""
         engine = loadable.engine
         announced = loadable.announced
         self.name = announced.model
@@ -278,7 +278,7 @@ class Hosted:
         self._started = int(time.time())
 
     def described(self) -> dict[str, Any]:
-        """Return the model's entry in /v1/models."""
+        """Return the model's entry in /v1/models as a dict."""
         return {
             "id": self.name,
             "object": "model",
@@ -308,7 +308,7 @@ class Models:
     """All models of a server, the default one first."""
 
     def __init__(self, loadables: Sequence[Loadable], waiting: int):
-        """Host models, with up to `waiting` requests that wait for the slots of each engine.
+        """Host models, letting up to `waiting` requests wait for the slots of each engine.
 
         Raises UserError (exit code 2) if two models have the same name.
         """
@@ -332,7 +332,7 @@ class Models:
         self.default = self.all[0]
 
     def named(self, name: Any) -> Hosted:
-        """Return the model with a name, or the default one for None.
+        """Return the model called `name`, or the default one if `name` is None.
 
         Raises ApiError (404) if there is no such model.
         """
@@ -344,14 +344,14 @@ class Models:
         raise ApiError(404, "model_not_found", f"{self._offer()}, or leave model out", "model")
 
     def of_body(self, value: Any) -> Hosted:
-        """Return the model that a decoded body asks for.
+        """Return the model that a decoded body asks for, or the default one if it names none.
 
         Raises ApiError (404) if there is no such model.
         """
         return self.named(value.get("model") if isinstance(value, Mapping) else None)
 
     def _offer(self) -> str:
-        """Return a sentence with the names that a request may ask for."""
+        """Return the beginning of an error message, which lists the names of all models."""
         names = ", ".join(repr(model.name) for model in self.all)
         if len(self.all) > 1:
             return f"this server has the models {names}: ask for one of these"

@@ -1,4 +1,4 @@
-"""Answers the routes: checks request bodies one at a time, and hands them to an engine's thread."""
+"""Answers the routes: checks request bodies one at a time, and submits them to engine threads."""
 
 import asyncio
 import functools
@@ -42,9 +42,9 @@ ESCAPE = re.compile(
 
 @dataclass(frozen=True)
 class Settings:
-    """The server's limits, and what it serves in addition to the API."""
+    """The server's limits and key, and what it serves in addition to the API."""
 
-    waiting: int = 64  # chats that may wait for a slot of a model; the server refuses more
+    waiting: int = 64  # requests that may wait for a slot of a model; the server refuses more
     # Requests that may wait to be checked; the server refuses more, the largest first.
     preparing: int = 64
     # Requests that one address may have at the same time; 0: no such limit.
@@ -59,10 +59,10 @@ class Settings:
 
 
 class CheckedRequest(Protocol):
-    """A checked request for a route that generates text."""
+    """A checked request to a route that generates text."""
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
-        """Return the requests to the engine, and the writer of the answer."""
+        """Return the engine requests, and a function that makes the writer of the answer."""
         ...
 
 
@@ -71,7 +71,7 @@ ReadBody = Callable[[Any, Limits, Defaults], CheckedRequest]  # checks the decod
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that waits for the engine: its model, its ticket, and the writer of its answer."""
+    """A submitted request: its model, its ticket, and a function from answer ID to writer."""
 
     model: Hosted
     ticket: Ticket[Event]
@@ -79,10 +79,10 @@ class Prepared:
 
 
 class ChatServer:
-    """Answers the routes of the API with some models."""
+    """Answers the routes of the API with the models that it serves."""
 
     def __init__(self, models: Sequence[Loadable], settings: Settings):
-        """Serve `models`, of which the first answers requests that name none."""
+        """Serve `models`; the first one answers requests that name no model."""
         self.models = Models(models, settings.waiting)
         self.settings = settings
         self.responses = ResponseStore()
@@ -95,7 +95,7 @@ class ChatServer:
     # --- facts about the server ------------------------------------------------------------------
 
     async def health(self) -> JSONResponse:
-        """Answer GET /health: whether the engine threads are running, and how busy they are."""
+        """Answer GET /health: how busy the engines are, with status 503 if one has stopped."""
         threads = self.models.threads
         alive = all(thread.alive for thread in threads)
         state = {
@@ -112,18 +112,18 @@ class ChatServer:
         return JSONResponse({"object": "list", "data": models})
 
     async def model(self, name: str) -> JSONResponse:
-        """Answer GET /v1/models/NAME: the model with this name."""
+        """Answer GET /v1/models/NAME with the entry of that model."""
         return JSONResponse(self._described(self.models.named(name)))
 
     def _described(self, model: Hosted) -> dict[str, Any]:
-        """Return a model as the API lists it."""
+        """Return a model's entry in the API as a dict."""
         description = model.described()
         if self.settings.runs is not None:
             description["runs"] = True
         return description
 
     async def metrics_text(self) -> Response:
-        """Answer GET /metrics."""
+        """Answer GET /metrics with Prometheus text."""
         return self.models.families.response()
 
     async def tokenizer_info(self, model: str | None = None) -> JSONResponse:
@@ -134,7 +134,7 @@ class ChatServer:
     # --- routes that read a body -----------------------------------------------------------------
 
     def encoding(self, work: Callable[[Any, Tokenizer, Limits], dict[str, Any]]) -> Route:
-        """Return a route that needs only the tokenizer."""
+        """Return a route that answers a body with what `work` returns, without the engine."""
 
         async def answer(request: Request) -> Response:
             body = await read_body(request)
@@ -152,7 +152,7 @@ class ChatServer:
         return answer
 
     def generating(self, reader: ReadBody) -> Route:
-        """Return a route that needs the engine."""
+        """Return a route that checks a body with `reader` and answers it with the engine."""
 
         async def answer(request: Request) -> Response:
             start = time.monotonic()
@@ -174,25 +174,28 @@ class ChatServer:
         return await self.generating(reader)(request)
 
     async def response(self, number: str, request: Request) -> JSONResponse:
-        """Answer GET /v1/responses/NUMBER with a stored response."""
+        """Answer GET /v1/responses/NUMBER, which takes no parameters, with a stored response."""
         for name in request.query_params:
             text = f"this route does not support {name[:80]}: leave it out"
             raise ApiError(400, "unsupported_parameter", text, name[:80])
         return JSONResponse(self._shelf(request).response(number))
 
     async def remove_response(self, number: str, request: Request) -> JSONResponse:
-        """Answer DELETE /v1/responses/NUMBER, and delete the stored response."""
+        """Answer DELETE /v1/responses/NUMBER by deleting the stored response."""
         self._shelf(request).response(number, again=False)
         return JSONResponse({"id": number, "object": "response", "deleted": True})
 
     def _shelf(self, request: Request) -> Shelf:
-        """Return the stored responses of a client."""
+        """Return the Shelf that holds the stored responses of a request's key."""
         return self.responses.of(request.headers.get("authorization", ""))
 
     # --- preparation -----------------------------------------------------------------------------
 
     async def _in_turn(self, body: bytes, work: Callable[[], T]) -> T:
-        """Run work on a body outside the event loop, for one body at a time, the smallest first."""
+        """Run `work` on a body in a thread, smallest bodies first, and return the result.
+
+        Raises ApiError (429) if too many are waiting.
+        """
         try:
             async with self.turns.turn(size=len(body)):
                 return await asyncio.get_running_loop().run_in_executor(self.preparing, work)
@@ -205,11 +208,11 @@ class ChatServer:
         reader: ReadBody,
         owner: str,
     ) -> Prepared:
-        """Check a body, and submit its ticket to the engine's thread.
+        """Check a body, submit its requests to the engine's thread, and return a Prepared.
 
-        This happens for one body at a time, and the text is encoded only once there is a place for
-        the request. A JSON schema that the model does not know yet is compiled outside of that
-        order; for this, addresses take turns.
+        Bodies are checked one at a time, and their prompts encoded only if there is room for the
+        request. A new JSON schema is compiled after that, with addresses taking turns. Raises
+        ApiError if the request is refused.
         """
         loop = asyncio.get_running_loop()
 
@@ -236,7 +239,7 @@ class ChatServer:
             raise _queue_full() from None
 
     def _check_place(self, model: Hosted, owner: str) -> None:
-        """Raise asyncio.QueueFull if there is no place for a request of an address.
+        """Raise asyncio.QueueFull if there is no room for a request of the address `owner`.
 
         Either too many requests wait for the model, or the address already has as many as it may
         have, for all models together.
@@ -254,16 +257,16 @@ class ChatServer:
         owner: str,
         automaton: object,
     ) -> Prepared:
-        """Submit the requests of a body to the engine's thread.
+        """Submit the requests of a body to the engine's thread, and return a Prepared.
 
-        The ticket keeps the compiled schema (`automaton`) of the requests alive.
+        The ticket keeps the compiled schema (`automaton`) alive.
         """
         ticket: Ticket[Event] = Ticket(work.requests, owner, automaton)
         model.thread.submit(ticket)
         return Prepared(model, ticket, work.writer)
 
     def close(self) -> None:
-        """Prepare no more bodies."""
+        """Stop preparing bodies."""
         for executor in (self.preparing, self.schemas):
             executor.shutdown(wait=False, cancel_futures=True)
 
@@ -273,9 +276,9 @@ def _queue_full() -> ApiError:
 
 
 def _work(request: CheckedRequest, model: Hosted) -> Work:
-    """Return the requests of a checked request to the engine, and the writer of the answer.
+    """Return a checked request's Work, whose engine requests name the model's adapter, if any.
 
-    Raises ApiError (400) if the engine would refuse a request.
+    Raises ApiError (400) if a prompt does not fit or the engine would refuse it.
     """
     work = request.work(model.tokenizer, model.limits)
     if model.adapter:
@@ -292,10 +295,10 @@ def _work(request: CheckedRequest, model: Hosted) -> Work:
 
 
 def _automaton(schema: str, model: Hosted) -> object:
-    """Return the automaton of a JSON schema, which constrains replies to that schema.
+    """Return the automaton that constrains replies to a JSON schema, compiling it if needed.
 
-    As long as it is held, the engine need not compile the schema. Raises ApiError (400) if the
-    schema cannot be compiled.
+    While the automaton is held, the engine need not compile the schema. Raises ApiError (400) if
+    the schema cannot be compiled.
     """
     try:
         return model.schemas.prepare(schema)
@@ -309,8 +312,8 @@ def _automaton(schema: str, model: Hosted) -> object:
 async def read_body(request: Request) -> bytes:
     """Return the body of a request.
 
-    Raises ApiError (415) if its type is not JSON, or ApiError (413) if it is larger than
-    BODY_BYTES. The type matters because a browser lets any web site post plain text to this server,
+    Raises ApiError: 413 if it is larger than BODY_BYTES (256 KiB), and 415 if its Content-Type is
+    not JSON. The type matters because a browser lets any website post plain text to this server,
     but not JSON.
     """
     content_type, _, _ = request.headers.get("content-type", "").partition(";")
@@ -330,14 +333,13 @@ async def read_body(request: Request) -> bytes:
 
 
 def decode_json(body: bytes) -> Any:
-    """Return the value of a body, in which U+FFFD replaces each half of a surrogate pair.
+    """Return the JSON value of a body, with U+FFFD in place of each unpaired surrogate.
 
-    So the value can be written as JSON in UTF-8 again. Raises ApiError (400) if the body is not
-    JSON, or if a number in it is NaN or infinite.
+    This way, its texts can be sent back in UTF-8. Raises ApiError (400) if the body is not valid
+    JSON in UTF-8, or if a number in it is NaN or infinite.
     """
     try:
-        # Some routes send texts of the request back, which would fail for half of a surrogate pair,
-        # so all of these are replaced here.
+        # Some routes send texts of the request back, which would fail for an unpaired surrogate.
         text = ESCAPE.sub(_without_half, body.decode("utf-8-sig"))
         return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
@@ -345,14 +347,14 @@ def decode_json(body: bytes) -> Any:
 
 
 def _without_half(escape: re.Match[str]) -> str:
-    """Return an escape sequence, or U+FFFD if it is half of a surrogate pair."""
+    """Return a matched escape sequence, or that of U+FFFD for an unpaired surrogate."""
     return r"\ufffd" if escape["half"] else escape[0]
 
 
 def _finite(number: str) -> float:
-    """Return a number of a body.
+    """Return a number of a JSON text as a float.
 
-    Raises ApiError (400) for NaN, Infinity and 1e999, which JSON cannot hold.
+    Raises ApiError (400) for NaN, Infinity and numbers too large for a float.
     """
     value = float(number)
     if not math.isfinite(value):

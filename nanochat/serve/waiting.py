@@ -1,4 +1,4 @@
-"""Queues in which requests wait for the engine, or for work that is done for one request at a time.
+"""Queues in which requests wait for the engine, or for work that is done one request at a time.
 
 In a Line, addresses take turns, and the address with the most requests makes room for others. Turns
 lets requests do something one at a time: the smallest bodies first, or each address in turn.
@@ -18,21 +18,21 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Waiter(Protocol):
-    """Something that waits in a line."""
+    """A request in a Line; if it has several parts, they begin one by one."""
 
     @property
     def owner(self) -> str:
-        """The address that it belongs to."""
+        """The address that the request belongs to."""
         ...
 
     @property
     def begun(self) -> bool:
-        """Whether work on any part of it has begun."""
+        """Whether work on any part of the request has begun."""
         ...
 
     @property
     def more(self) -> bool:
-        """Whether any part of it is still waiting."""
+        """Whether any part of the request is still waiting."""
         ...
 
 
@@ -42,7 +42,7 @@ W = TypeVar("W", bound=Waiter)
 class Line(Generic[W]):
     """A line of waiting requests in which addresses take turns.
 
-    The event loop adds requests to it while the engine's thread takes them out.
+    It is thread-safe: the event loop adds requests while the engine's thread takes them out.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Line(Generic[W]):
             self._waiting.setdefault(waiter.owner, deque()).append(waiter)
 
     def next(self, may_begin: Callable[[W], bool] = lambda waiter: True) -> W | None:
-        """Return the oldest request of the address whose turn it is, or None if none may begin.
+        """Return the oldest request of the next address in turn, or None if no request may begin.
 
         The turn then passes to the next address. An address whose oldest request may not begin yet
         keeps its place. The caller begins one part of the request, and then calls done_with().
@@ -83,14 +83,14 @@ class Line(Generic[W]):
             return self._remove(waiter)
 
     def yields_to(self, newcomer: str) -> bool:
-        """Return whether another address has so many requests that a newcomer may displace one."""
+        """Return whether give_way() would find a request that makes room for `newcomer`."""
         with self._lock:
             return self._largest_owner(newcomer) is not None
 
     def give_way(self, newcomer: str) -> W | None:
-        """Remove and return the newest request of the address with the most waiting requests.
+        """Remove and return the newest request of the address with the most requests not begun.
 
-        Returns None if no other address has more of them than the newcomer would have.
+        Returns None if no other address has more of them than `newcomer` would then have.
         """
         with self._lock:
             owner = self._largest_owner(newcomer)
@@ -103,7 +103,7 @@ class Line(Generic[W]):
     def _largest_owner(self, newcomer: str) -> str | None:
         """Return the address with the most requests that have not begun.
 
-        Returns None if no other address has more of them than the newcomer would have.
+        Returns None if no other address has more of them than `newcomer` would have with one more.
         """
         counts: dict[str, int] = {}
         for owner, waiting in self._waiting.items():
@@ -114,7 +114,7 @@ class Line(Generic[W]):
         return largest if counts[largest] > counts.get(newcomer, 0) + 1 else None
 
     def _remove(self, waiter: W) -> bool:
-        """Remove a request, and return whether it was waiting. The caller must hold the lock."""
+        """Remove a request like remove(), but for a caller that already holds the lock."""
         waiting = self._waiting.get(waiter.owner)
         if waiting is None or waiter not in waiting:
             return False
@@ -129,7 +129,7 @@ class Line(Generic[W]):
 
 @dataclass(eq=False)
 class Turn:
-    """A request that waits for its turn in the queue of a Turns object. It has only one part."""
+    """A request that waits in the queue of a Turns object; as a Waiter, it has only one part."""
 
     owner: str
     size: int
@@ -160,9 +160,8 @@ class TurnQueue(Protocol):
 class SmallestFirst:
     """A queue in which the smallest body is next, and the largest is refused if there is no room.
 
-    At most `limit` turns may wait. Preparing a large request takes a hundred times as long as a
-    usual one, so in any other order a few clients with large requests would keep all others
-    waiting.
+    At most `limit` turns may wait. A large request can take a hundred times as long to prepare as a
+    usual one, so in another order a few of these could keep all clients waiting.
     """
 
     def __init__(self, limit: int):
@@ -193,7 +192,8 @@ class SmallestFirst:
 class ByAddress:
     """A queue in which addresses take turns.
 
-    At most `limit` turns may wait. If there are more, the address with the most of them loses one.
+    At most `limit` turns may wait. If there is no room, the address with the most waiting turns
+    loses its newest one, or the new turn is refused.
     """
 
     def __init__(self, limit: int):
@@ -228,7 +228,7 @@ class ByAddress:
 
 
 class Turns:
-    """Lets requests do something one at a time, in the order of a queue."""
+    """Lets requests do something one at a time, in the order that a TurnQueue decides."""
 
     def __init__(self, queue: TurnQueue):
         self._queue = queue
@@ -236,7 +236,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, owner: str = "", size: int = 0) -> AsyncIterator[None]:
-        """Wait for a request's turn, which lasts as long as this block.
+        """Wait for a request's turn, which lasts as long as the `async with` block.
 
         `owner` is the address of the request, and `size` the size of its body in bytes. Raises
         asyncio.QueueFull if the queue refuses the request for lack of room.
@@ -276,7 +276,7 @@ class Turns:
 
 
 def _has_come(turn: Turn) -> bool:
-    """Return whether a request's turn has come, rather than been cancelled or refused."""
+    """Return whether a turn has come, rather than being pending, cancelled or refused."""
     if not turn.comes.done() or turn.comes.cancelled():
         return False
     return turn.comes.exception() is None

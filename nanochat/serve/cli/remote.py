@@ -21,15 +21,16 @@ LOOK_SECONDS = 0.1  # how often a reply under way checks whether it was stopped
 
 
 class Remote:
-    """A chat server, of which the first model answers.
+    """A chat server, whose first listed model answers.
 
-    After a reply, `finish` says why it ended, and `tokens` how long it was.
+    After a reply, `finish` says why it ended, and `tokens` how long it was, if the server said so.
     """
 
     def __init__(self, url: str, api_key: str):
         """Connect to the server at a URL, with or without /v1 at its end.
 
-        Raises UserError if no OpenAI-compatible server answers there.
+        Raises UserError if the URL is not HTTP (exit code 2) or no OpenAI-compatible server
+        answers.
         """
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         if not url.startswith(("http://", "https://")):
@@ -60,9 +61,9 @@ class Remote:
         A setting comes from `flags`, which the user asked for, or else from the server's defaults;
         it is None if the server does not publish a default.
 
-        Our server refuses a reply that does not fit into its context. So a reply gets at most three
-        quarters of the context if the user asked for a length, and at most half of it otherwise, as
-        on the web page. The rest is for the chat.
+        A nanochat server refuses a reply that does not fit into its context. So a reply gets at
+        most three quarters of that context if the user asked for a length, and otherwise at most
+        half, as on the web page. The rest is for the chat.
         """
         settings = {**dict.fromkeys(SETTINGS), **self._defaults, **flags}
         if self.context and settings["max_tokens"]:
@@ -79,9 +80,9 @@ class Remote:
         settings: dict[str, Any],
         stopped: Callable[[], bool],
     ) -> Iterator[Part]:
-        """Yield the parts of a reply as they arrive, until `stopped` returns true.
+        """Yield the parts of a reply as they arrive, until it ends or `stopped` returns true.
 
-        Raises UserError if the server refuses the request, or ends the reply too early.
+        Raises UserError if the server does not answer, refuses the request, or fails later.
         """
         self.finish = None
         self.tokens = 0
@@ -112,7 +113,7 @@ class Remote:
             response.close()
 
     def _body(self, messages: Sequence[Message], settings: dict[str, Any]) -> dict[str, Any]:
-        """Return the body of a request for a streamed reply."""
+        """Return the body of a request for a streamed reply, as a dict."""
         body: dict[str, Any] = {
             "model": self.model,
             "stream": True,
@@ -129,9 +130,9 @@ class Remote:
         return body
 
     def _parts(self, data: bytes) -> Iterator[Part]:
-        """Yield the parts of a reply that one event holds, and note how the reply ended.
+        """Yield the parts of a reply in one event, and update `finish` and `tokens`.
 
-        Raises UserError if the event is an error, or no chat completion.
+        Raises UserError if the event is an error, or not a chat completion.
         """
         try:
             value = json.loads(data)
@@ -202,10 +203,7 @@ class Remote:
 def _queue_lines(
     response: requests.Response, lines: "queue.SimpleQueue[bytes | Exception | None]"
 ) -> None:
-    """Put the lines of a response into a queue, and then its end.
-
-    The end is None, or the exception that ended the response early.
-    """
+    """Put the lines of a response into a queue, then None, or the exception that cut it short."""
     try:
         for line in response.iter_lines(chunk_size=1):
             lines.put(line)
@@ -215,7 +213,7 @@ def _queue_lines(
 
 
 def _defaults(model: dict[str, Any]) -> dict[str, Any]:
-    """Return the default settings that our server publishes for a model."""
+    """Return the default settings, by name, that a nanochat server publishes for a model."""
     defaults = model.get("defaults")
     if not isinstance(defaults, dict):
         return {}
@@ -225,7 +223,7 @@ def _defaults(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(message: Message) -> str:
-    """Return the text of a message, or else its calculator calls and their results.
+    """Return the text of a message, or its calculator calls and results if it has no text.
 
     Servers refuse an empty message.
     """

@@ -1,4 +1,4 @@
-"""Reads what the user types in a terminal chat, handles Ctrl-C, and prints text safely."""
+"""Reads what the user types in a terminal chat, handles Ctrl-C, and makes text safe to print."""
 
 import codecs
 import contextlib
@@ -26,7 +26,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def language(flag: str) -> str:
-    """Return en or zh: the value of the flag, or for auto the language of the terminal's locale."""
+    """Return "en" or "zh": `flag` itself, or if it is "auto", the language of the locale."""
     return common.language() if flag == "auto" else flag
 
 
@@ -34,7 +34,7 @@ def language(flag: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """Return a model's text with U+FFFD for each control character.
+    """Return a model's text with U+FFFD for each control character but tab and newline.
 
     A reply must not be able to control the terminal.
     """
@@ -42,14 +42,14 @@ def harmless(text: str) -> str:
 
 
 def dim(text: str, stream: TextIO) -> str:
-    """Return text in grey if the stream shows colours, else unchanged."""
+    """Return text dimmed if `stream` is a terminal that shows colours, else unchanged."""
     if not stream.isatty() or os.environ.get("NO_COLOR"):
         return text
     return text if os.environ.get("TERM") == "dumb" else f"\033[2m{text}\033[0m"
 
 
 def take_any_text() -> None:
-    """Make standard input and output accept any text, whatever the locale is."""
+    """Keep standard input and output from failing on text that the locale cannot encode."""
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal without UTF-8 then shows ? for each character that it does not have.
@@ -64,7 +64,7 @@ def take_any_text() -> None:
 
 
 def ask() -> str:
-    """Read one line, or several lines between triple quotes.
+    """Read one line, or several lines between triple quotes, and return the text.
 
     Raises EOFError at the end of input.
     """
@@ -79,11 +79,10 @@ def ask() -> str:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[Callable[[], str]]:
-    """Yield a function that reads a message like ask(), and limit Ctrl-C to it.
+    """Yield a function that reads a message like ask(), and ignore Ctrl-C except while it reads.
 
-    Inside this block, Ctrl-C raises KeyboardInterrupt only while that function reads, and only once
-    in each call. So holding the keys a moment too long neither ends the chat nor stops the next
-    answer.
+    While it reads, Ctrl-C raises KeyboardInterrupt, but only once per call. So holding the keys a
+    moment too long does not end the chat. Inside this block, stoppable() may handle Ctrl-C instead.
     """
     asking = False
 
@@ -136,7 +135,7 @@ def utf8() -> Iterator[None]:
 
     If the terminal's locale is C or is not installed, the editor would take each byte of a Chinese
     character for a key pressed with Alt, and list files or recall old lines. The editor reads the
-    environment again for each line, so this changes the environment.
+    environment again for each line, which is why the locale is changed there.
     """
     name = "LC_ALL" if os.environ.get("LC_ALL") else "LC_CTYPE"
     previous_locale = os.environ.get(name)
@@ -158,7 +157,7 @@ def _ascii_only() -> bool:
 
 
 def _installed(name: str) -> bool:
-    """Switch to a locale, "" for that of the environment, and return whether it is installed."""
+    """Switch to the locale `name` ("": the environment's), and return whether it is installed."""
     try:
         locale.setlocale(locale.LC_CTYPE, name)
     except locale.Error:
@@ -168,10 +167,10 @@ def _installed(name: str) -> bool:
 
 @contextlib.contextmanager
 def history(path: Path) -> Iterator[str]:
-    """Let the arrow keys recall earlier lines, of earlier chats too, inside this block.
+    """Let the arrow keys recall lines of this chat and of earlier ones inside this block.
 
-    Yields "", or the reason why the lines cannot be saved for the next chat. Only the user may read
-    the history file.
+    Yields "", or the reason why lines cannot be recalled or saved for the next chat. A new history
+    file is readable only by the user.
     """
     with utf8():
         try:
@@ -193,10 +192,7 @@ def history(path: Path) -> Iterator[str]:
 
 
 def _read_history(readline: Any, path: Path) -> str:
-    """Read the history file, creating it if needed.
-
-    Returns "", or the reason why the file cannot be written.
-    """
+    """Read the history file, creating it if needed, and return "" or why it cannot be written."""
     problem = ""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))

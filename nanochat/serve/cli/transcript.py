@@ -11,7 +11,7 @@ FORMAT = "nanochat-chat"
 
 
 def instructions(messages: list[Message]) -> list[Message]:
-    """Return the system message at the start of a chat, as a list, which is empty without one."""
+    """Return a list that holds the system message at the start of a chat, or [] without one."""
     return [message for message in messages[:1] if message.role == "system"]
 
 
@@ -42,9 +42,9 @@ def write_transcript(path: Path, messages: list[Message]) -> None:
 def read_transcript(path: Path) -> list[Message]:
     """Return the messages of a chat that write_transcript saved.
 
-    Any {"messages": [{"role", "content"}, ...]} of whole exchanges is also accepted. U+FFFD
-    replaces each half of a surrogate pair. Raises UserError if the file cannot be read or is not a
-    chat.
+    Any {"messages": [{"role", "content"}, ...]} of whole exchanges, after an optional system
+    message, is also accepted. U+FFFD replaces unpaired surrogates. Raises UserError if the file
+    cannot be read or is not such a chat.
     """
     try:
         messages = [_read_message(item) for item in read_json(path)["messages"]]
@@ -69,9 +69,9 @@ def read_transcript(path: Path) -> list[Message]:
 
 
 def _read_message(item: dict[str, Any]) -> Message:
-    """Return the message that a saved one describes.
+    """Return an item of a saved chat as a Message.
 
-    Raises ValueError if it has a role or a kind of part that no chat has.
+    Raises ValueError if its role, or the kind of a part, is unknown.
     """
     saved_parts = item.get("parts") or [{"kind": "text", "text": item["content"]}]
     parts = tuple(Part(part["kind"], replace_surrogates(part["text"])) for part in saved_parts)

@@ -1,4 +1,4 @@
-"""Answers requests on all routes: follows replies as they grow, and sends the bytes of the answer.
+"""Answers requests that generate text: follows growing replies, and sends the answer's bytes.
 
 Choice follows the engine's events of one reply, Reply collects its text and calls, a Writer puts
 them into the format of its route, and Answer sends them, streamed or whole. If a client leaves, its
@@ -46,10 +46,10 @@ class TokenScore:
 
 
 class Choice:
-    """Follows the engine's events of one reply."""
+    """Follows one reply: its parts, token counts and scores."""
 
     def __init__(self, tokenizer: Tokenizer, scored: ScoredTokens | None):
-        """Follow a reply, keeping the log-probabilities of its tokens.
+        """Begin to follow a reply.
 
         `scored` says which tokens scores() returns: "text" for those of the text, "all" also for
         special tokens and calculator calls, and None for none.
@@ -68,7 +68,7 @@ class Choice:
         self._cut = False
 
     def add(self, event: Event) -> list[Part]:
-        """Follow an event, and return the parts that can be shown now."""
+        """Process the reply's next event, and return the parts that can be shown now."""
         if self._scored:
             self._score(event)
         parts = self._stream.push(event.token)
@@ -99,7 +99,7 @@ class Choice:
             self._written += len(self._tokenizer.decode_bytes([event.token]))
 
     def scores(self) -> list[TokenScore]:
-        """Return the tokens of the text that has been shown since the last call.
+        """Return the scores of the tokens whose text has been shown since the last call.
 
         Tokens that a stop string cut off are left out.
         """
@@ -112,11 +112,11 @@ class Choice:
 
 
 class Reply:
-    """Collects a growing reply: takes parts from the engine, and returns the deltas to send.
+    """Collects the parts of a growing reply, and turns them into the deltas to send.
 
     Text goes into `content`. A calculator call becomes one `tool` delta, {expression, result},
-    which extends OpenAI's format and which other clients ignore. Its `result` is null if the reply
-    ended before the result came. A call of one of the client's tools goes into `tool_calls`.
+    which extends OpenAI's format and which other clients ignore. Its `result` is null if no result
+    followed. A call of one of the client's tools goes into `tool_calls`.
     """
 
     def __init__(self, tools: Tools = NONE) -> None:
@@ -127,15 +127,12 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """The text so far, without calculator calls."""
+        """The text so far, without calls."""
         return "".join(part["text"] for part in self.parts if part["type"] == "text")
 
     @property
     def message(self) -> dict[str, Any]:
-        """The reply as a message that the client may send back later.
-
-        It has `parts` if it has calculator calls.
-        """
+        """The reply as a message dict, with `parts` to send back if it has calculator calls."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if any(part["type"] == "tool" for part in self.parts):
             message["parts"] = self.parts
@@ -162,7 +159,7 @@ class Reply:
     def end(self) -> list[dict[str, Any]]:
         """End the reply, and return the deltas of everything that was held back.
 
-        This is a calculator call without a result, or text that might have become a call.
+        This may be a calculator call without a result, or text that may belong to a tool call.
         """
         deltas = self._end_calculation(None)
         if self._calls:
@@ -172,7 +169,7 @@ class Reply:
     def _add_items(
         self, items: Sequence[str | dict[str, Any]], deltas: list[dict[str, Any]]
     ) -> None:
-        """Add texts and calls to the reply and to the deltas."""
+        """Add texts and tool calls to the reply and to `deltas`."""
         for item in items:
             if isinstance(item, dict):
                 call = {"index": len(self.tool_calls), **item}
@@ -186,7 +183,7 @@ class Reply:
                 deltas.append({"content": item})
 
     def _end_calculation(self, result: str | None) -> list[dict[str, Any]]:
-        """End the calculator call that waits for its result, if any, and return its delta."""
+        """End the calculator call that waits for its result, if any, and return its deltas."""
         if self._expression is None:
             return []
         call = {"expression": self._expression, "result": result}
@@ -196,7 +193,7 @@ class Reply:
 
 
 def add_text(parts: list[dict[str, Any]], text: str) -> None:
-    """Append text to the parts of a reply."""
+    """Append text to the parts of a reply, extending the last part if that is text."""
     if parts and parts[-1]["type"] == "text":
         parts[-1]["text"] += text
     else:
@@ -204,10 +201,7 @@ def add_text(parts: list[dict[str, Any]], text: str) -> None:
 
 
 def count_usage(prompt: int, reply: int, cached: int) -> dict[str, Any]:
-    """Return token counts under OpenAI's names.
-
-    `cached` is how many tokens of the prompts did not have to be read again.
-    """
+    """Return a dict of token counts under OpenAI's names; `cached` counts reused prompt tokens."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": reply,
@@ -217,15 +211,12 @@ def count_usage(prompt: int, reply: int, cached: int) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can hold."""
+    """Return `logprob`, but at least -9999, since JSON has no minus infinity."""
     return max(logprob, LEAST)
 
 
 def spelling(token: int, tokenizer: Tokenizer) -> str:
-    """Return the text of a token, such that no two tokens look the same.
-
-    A token that is not valid UTF-8 by itself becomes the form bytes:\\xe4\\xbd.
-    """
+    """Return the text of a token, or its bytes as in bytes:\\xe4\\xbd if they are not UTF-8."""
     raw = tokenizer.decode_bytes([token])
     try:
         return raw.decode()
@@ -246,7 +237,7 @@ class Writer(Protocol):
         ...
 
     def add(self, news: Sequence[tuple[int, Event]]) -> bytes:
-        """Follow events, each with the index of its reply, and return the bytes to stream."""
+        """Process events, each with its reply's index, and return the bytes to stream."""
         ...
 
     def closing(self) -> bytes:
@@ -254,19 +245,16 @@ class Writer(Protocol):
         ...
 
     def failure(self, refusal: ApiError) -> bytes:
-        """Return the last bytes of a stream that fails."""
+        """Return the last bytes of a stream that fails with `refusal`."""
         ...
 
     def body(self) -> dict[str, Any]:
-        """Return the whole answer, for a request that does not stream."""
+        """Return the whole answer as a dict, for a request that does not stream."""
         ...
 
 
 class Work(NamedTuple):
-    """The engine's requests for one HTTP request, and a function that makes its answer's writer.
-
-    The function takes the id of the answer.
-    """
+    """The engine requests of one HTTP request, and a function from an answer's ID to its writer."""
 
     requests: list[tuple[list[int], Sampling]]
     writer: Callable[[str], Writer]
@@ -278,7 +266,7 @@ def error(refusal: ApiError) -> JSONResponse:
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """Return a server-sent event that carries a JSON value."""
+    """Return a server-sent event called `name`, if given, that carries `value` as JSON."""
     head = "" if name is None else f"event: {name}\n"
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return f"{head}data: {text}\n\n".encode()
@@ -307,7 +295,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
 
 
 class Answer(Response):
-    """The answer to one request, streamed or whole. It releases the ticket in any case."""
+    """The answer to one request, streamed or whole; it always releases the request's ticket."""
 
     def __init__(
         self,
@@ -341,9 +329,9 @@ class Answer(Response):
             self.watch.end()
 
     async def _news(self) -> list[tuple[int, Event]]:
-        """Wait for events of the replies, and return them.
+        """Wait for events of the replies, and return them, each with its reply's index.
 
-        Raises ApiError if the engine fails, the model is broken or a schema is too complex.
+        Raises ApiError if the replies cannot go on, for example because the engine failed.
         """
         try:
             news = await self.ticket.events()
@@ -369,7 +357,7 @@ class Answer(Response):
         receive: Receive,
         send: Send,
     ) -> None:
-        """Send the answer after all replies have ended."""
+        """Send the whole answer, or an error, after all replies have ended."""
         try:
             while not self.watch.done:
                 news = await self._news()

@@ -59,7 +59,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A checked request for a chat reply."""
+    """A checked request to /v1/chat/completions."""
 
     conversation: Conversation
     settings: ReplySettings
@@ -69,10 +69,10 @@ class ChatRequest:
     continued: bool = False  # whether the last message is the beginning of the reply
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
-        """Return the prompt as requests to the engine, and the writer of the replies.
+        """Return the engine requests for the replies, and a function that makes the writer.
 
-        Raises ApiError (400) if the prompt does not fit into the context, or if the answer would
-        list too many log-probabilities.
+        Raises ApiError (400) if the prompt cannot be rendered or does not fit into the context, or
+        if the answer would list too many log-probabilities.
         """
         settings = self.settings
         chat = self.conversation
@@ -103,9 +103,9 @@ def read_chat(
     limits: Limits,
     defaults: Defaults,
 ) -> ChatRequest:
-    """Return the checked request in a decoded body.
+    """Check a decoded body, and return it as a ChatRequest.
 
-    Raises ApiError that names the field: 404 for an unknown model, else 400.
+    Raises ApiError: 404 for an unknown model, else 400.
     """
     fields = read_fields(value, limits, FIELDS, NEUTRAL)
     logprobs = flag(fields, "logprobs")
@@ -144,7 +144,7 @@ def read_chat(
 
 
 def reply_tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a reply without the one that ends it, so that the model continues it."""
+    """Return the tokens of a reply without its end mark, so that the model continues the reply."""
     roles = {"python": "python", "python_output": "output"}
     tokens: list[int] = []
     for part in message.parts:
@@ -165,8 +165,7 @@ def reply_tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
 class Envelope:
     """The fields that every chunk of one answer repeats; `created` is in seconds since 1970.
 
-    `truncated` is how many of the oldest messages the model did not see, which the client allowed
-    with truncation: auto.
+    `truncated` is how many of the oldest messages were dropped because the chat was too long.
     """
 
     id: str
@@ -180,7 +179,7 @@ class Envelope:
         choices: list[dict[str, Any]],
         usage: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        """Return an object of the API with some choices, and with the usage if there is one."""
+        """Return an API object of the type `kind` as a dict, with `usage` unless that is None."""
         body = {
             "id": self.id,
             "object": kind,
@@ -219,7 +218,7 @@ class ChatWriter:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Token counts so far, in which the prompt counts once, however many replies there are."""
+        """The token counts so far; the prompt counts once, however many replies there are."""
         tokens = sum(choice.tokens for choice in self._choices)
         return count_usage(self._prompt_length, tokens, self._choices[0].reused)
 
@@ -229,7 +228,7 @@ class ChatWriter:
         return b"".join(self._chunk(index, role) for index in range(len(self._choices)))
 
     def add(self, news: Sequence[tuple[int, Event]]) -> bytes:
-        """Follow events, and return the chunks to stream for them."""
+        """Process events, each with its reply's index, and return the chunks to stream."""
         parts_by_reply: dict[int, list[Part]] = {}
         for index, token_event in news:
             parts = self._choices[index].add(token_event)
@@ -246,24 +245,18 @@ class ChatWriter:
         return sent
 
     def closing(self) -> bytes:
-        """Return the end of the stream.
-
-        The usage comes before it, if the client wants the usage in a chunk of its own.
-        """
+        """Return the end of the stream, after a chunk with the usage if the client wants one."""
         if not self._request.settings.include_usage:
             return DONE
         usage = self._envelope.body("chat.completion.chunk", [], self.usage)
         return event(usage) + DONE
 
     def failure(self, refusal: ApiError) -> bytes:
-        """Return the error, and the end of the stream."""
+        """Return an event with the error, and the end of the stream."""
         return event(refusal.body) + DONE
 
     def body(self) -> dict[str, Any]:
-        """Return the whole answer.
-
-        A reply with calculator calls has `parts`, which the client may send back later.
-        """
+        """Return the whole answer as a dict."""
         choices = []
         for index, reply in enumerate(self._replies):
             logprobs = None
@@ -279,7 +272,7 @@ class ChatWriter:
         return self._envelope.body("chat.completion", choices, self.usage)
 
     def _finish_reason(self, index: int) -> str | None:
-        """Return why a reply ended, in OpenAI's words, or None if it has not."""
+        """Return OpenAI's word for why a reply ended, or None if it has not ended."""
         finish = self._choices[index].finish
         if finish == "stop" and self._replies[index].tool_calls:
             return "tool_calls"
@@ -291,10 +284,9 @@ class ChatWriter:
         deltas: list[dict[str, Any]],
         scores: list[dict[str, Any]],
     ) -> bytes:
-        """Return the chunks of one reply for some deltas.
+        """Return the chunks to stream for some deltas of a reply.
 
-        The first chunk carries the scores. After the last delta of a reply, one more chunk says why
-        the reply ended.
+        The first chunk carries `scores`. If the reply has ended, one more chunk says why.
         """
         if scores and not deltas:
             deltas = [{"content": ""}]
@@ -332,12 +324,12 @@ class ChatWriter:
         return event(self._envelope.body("chat.completion.chunk", [choice], usage))
 
     def _score(self, score: TokenScore) -> dict[str, Any]:
-        """Return a token as OpenAI describes it, with the most likely tokens at its position."""
+        """Return OpenAI's description of a token and of the most likely tokens at its position."""
         alternatives = [self._token(token, logprob) for token, logprob in score.alternatives]
         return {**self._token(score.token, score.logprob), "top_logprobs": alternatives}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        """Return a token with its log-probability and its bytes."""
+        """Return a token as a dict of its text, log-probability and bytes."""
         return {
             "token": spelling(token, self._tokenizer),
             "logprob": finite(logprob),

@@ -1,7 +1,7 @@
 """Answers POST /v1/completions: continues texts or tokens as they are, without chat markup.
 
-Evaluation harnesses use this route. With `echo` and `logprobs`, it returns how likely the model
-finds the text of a prompt.
+Evaluation harnesses use this route. With `echo` and `logprobs`, it also returns the
+log-probabilities of a prompt's tokens.
 """
 
 import codecs
@@ -56,7 +56,7 @@ MAX_TOKENS = 16  # of a reply if the request does not set it; OpenAI's value for
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A checked request for completions."""
+    """A checked request to /v1/completions."""
 
     prompts: list[str | list[int]]
     settings: ReplySettings
@@ -67,10 +67,10 @@ class CompletionRequest:
     bos: bool  # put the token that begins a document in front of texts
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
-        """Return the prompts as requests to the engine, and the writer of the replies.
+        """Return the engine requests for all prompts, and a function that makes the writer.
 
-        Raises ApiError (400) if a prompt does not fit into the context, or if the answer would list
-        too many log-probabilities.
+        Raises ApiError (400) if a prompt is empty or does not fit into the context, or if the
+        answer would list too many log-probabilities.
         """
         prompts = [self._prompt_ids(item, tokenizer) for item in self.prompts]
         for number, prompt in enumerate(prompts):
@@ -90,7 +90,7 @@ class CompletionRequest:
         return Work(requests, writer)
 
     def _prompt_ids(self, item: str | list[int], tokenizer: Tokenizer) -> list[int]:
-        """Return the tokens of a prompt."""
+        """Return the tokens of a prompt, given as a text or as tokens."""
         if not isinstance(item, str):
             return item
         tokens = tokenizer.encode(item)
@@ -102,7 +102,7 @@ class CompletionRequest:
         prompt: list[int],
         limits: Limits,
     ) -> None:
-        """Raise ApiError (400) if a prompt is empty or leaves no room for the reply."""
+        """Raise ApiError (400) if prompt `number` is empty or leaves a reply too little room."""
         if not prompt:
             text = f"prompt {number} is empty: it must have a token"
             raise ApiError(400, "empty_prompt", text, "prompt")
@@ -115,7 +115,7 @@ class CompletionRequest:
             raise ApiError(400, "context_length_exceeded", text, "prompt")
 
     def _scores(self, request: tuple[list[int], Sampling]) -> int:
-        """Return how many log-probabilities the answer lists for one reply and its prompt."""
+        """Return how many log-probabilities the answer lists at most for a reply and its prompt."""
         prompt, sampling = request
         scores = 0
         if self.logprobs:
@@ -133,9 +133,9 @@ def read_completion(
     limits: Limits,
     defaults: Defaults,
 ) -> CompletionRequest:
-    """Return the checked request in a decoded body.
+    """Check a decoded body, and return it as a CompletionRequest.
 
-    Raises ApiError that names the field: 404 for an unknown model, else 400.
+    Raises ApiError: 404 for an unknown model, else 400.
     """
     fields = read_fields(value, limits, FIELDS, NEUTRAL)
     max_tokens = integer(fields, "max_tokens", 0, limits.context)
@@ -175,9 +175,9 @@ def read_completion(
 
 
 def _prompts(value: Any, limits: Limits) -> list[str | list[int]]:
-    """Return the prompts of a request: a text, a list of token ids, or a list of these.
+    """Return a list of the request's prompts, each a text or a list of token IDs.
 
-    Raises ApiError (400) for anything else, or too many prompts.
+    `value` is one prompt or a list of them. Raises ApiError (400) if it is invalid or too long.
     """
     if value is None:
         raise missing("prompt", "a text, a list of token ids, or a list of these")
@@ -199,7 +199,7 @@ def _prompts(value: Any, limits: Limits) -> list[str | list[int]]:
 
 
 def _text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-    """Return the text of tokens, without special tokens."""
+    """Return the decoded text of tokens, without special tokens."""
     stream = TextStream(tokenizer)
     return tokenizer.decode([token for token in tokens if not stream.is_mark(token)])
 
@@ -208,9 +208,9 @@ def _text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
 
 
 class CompletionWriter:
-    """Writes the replies to the prompts of one request.
+    """Writes the replies to all prompts of one request.
 
-    There are n replies to the first prompt, then n to the second, and so on.
+    The first n replies answer the first prompt, the next n the second, and so on.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class CompletionWriter:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Token counts so far, in which a prompt counts once, however many replies it has."""
+        """The token counts so far; a prompt counts once, however many replies it has."""
         prompt_tokens = sum(map(len, self._prompts))
         reply_tokens = 0
         if not self._request.silent:
@@ -252,11 +252,11 @@ class CompletionWriter:
         return count_usage(prompt_tokens, reply_tokens, cached)
 
     def opening(self) -> bytes:
-        """Return nothing, because the first chunk of a reply is its first text."""
+        """Return b"", because streams of this route have no opening chunk."""
         return b""
 
     def add(self, news: Sequence[tuple[int, Event]]) -> bytes:
-        """Follow events, and return the chunks to stream for them."""
+        """Process events, each with its reply's index, and return the chunks to stream."""
         texts: dict[int, str] = {}
         for index, token_event in news:
             text = self._echo(index, token_event)
@@ -275,27 +275,24 @@ class CompletionWriter:
         return sent
 
     def closing(self) -> bytes:
-        """Return the end of the stream.
-
-        The usage comes before it, if the client wants the usage in a chunk of its own.
-        """
+        """Return the end of the stream, after a chunk with the usage if the client wants one."""
         if not self._request.settings.include_usage:
             return DONE
         return event({**self._head, "choices": [], "usage": self.usage}) + DONE
 
     def failure(self, refusal: ApiError) -> bytes:
-        """Return the error, and the end of the stream."""
+        """Return an event with the error, and the end of the stream."""
         return event(refusal.body) + DONE
 
     def body(self) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the whole answer as a dict."""
         choices = [self._choice(index, text) for index, text in enumerate(self._texts)]
         return {**self._head, "choices": choices, "usage": self.usage}
 
     def _echo(self, index: int, token_event: Event) -> str:
-        """Return the text of a reply's prompt before the reply's first token, else "".
+        """Return the prompt to echo before a reply's first token, or "" if there is none to echo.
 
-        With logprobs, also list the log-probabilities of the prompt.
+        The prompt's log-probabilities are listed as well if the client asked for them.
         """
         if not self._request.echo or self._choices[index].tokens:
             return ""
@@ -309,7 +306,7 @@ class CompletionWriter:
         return self._echoes[prompt_index]
 
     def _chunk(self, index: int, text: str) -> bytes:
-        """Return a chunk with new text, or b"" if it would say nothing new."""
+        """Return a chunk with new text of a reply, or b"" if there is nothing new to send."""
         choice = self._choice(index, text)
         if not (text or choice["logprobs"] or choice["finish_reason"]):
             return b""
@@ -321,7 +318,7 @@ class CompletionWriter:
         return event(body)
 
     def _choice(self, index: int, text: str) -> dict[str, Any]:
-        """Return a reply with some text and the log-probabilities that were not sent yet."""
+        """Return a reply as a dict with `text` and the log-probabilities that were not sent yet."""
         choice = self._choices[index]
         finish = choice.finish
         if finish and self._request.silent:
@@ -338,9 +335,9 @@ class CompletionWriter:
         return content
 
     def _ranked(self, scored: Scored) -> dict[str, Any]:
-        """Return a token of the prompt and its alternatives in vLLM's form.
+        """Return a prompt token and its alternatives as vLLM does: a dict from ID to description.
 
-        This maps ids to descriptions, which have a rank if it is known.
+        The token has no rank unless it is among the alternatives.
         """
         ranked: dict[str, Any] = {}
         for rank, (token, logprob) in enumerate(scored.alternatives, 1):
@@ -355,16 +352,13 @@ class CompletionWriter:
         logprob: float,
         rank: int | None,
     ) -> dict[str, Any]:
-        """Return the description of a token in vLLM's form."""
+        """Return vLLM's description of a token; `rank` is 1 for the most likely token."""
         text = spelling(token, self._tokenizer)
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
 
 
 class Listed:
-    """Lists the log-probabilities of tokens in the form of this route.
-
-    take() returns what was added since the last call.
-    """
+    """Collects the log-probabilities of tokens, which take() returns in this route's format."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -392,7 +386,7 @@ class Listed:
             self._characters += len(self._decoder.decode(raw))
 
     def take(self) -> dict[str, list[Any]] | None:
-        """Return the tokens since the last call, or None if there are none."""
+        """Return a dict of the tokens added since the last call, or None if there are none."""
         rows = self._rows
         self._rows = []
         if not rows:

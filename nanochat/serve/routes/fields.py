@@ -1,8 +1,7 @@
-"""Reads the fields of a request body, and refuses bad ones with errors in OpenAI's form.
+"""Reads the fields of a request body, and refuses bad ones with errors in OpenAI's format.
 
-Such an error names the field and the rule. The second half of the file translates the fields that
-all generating routes share into the engine's Sampling. It is the only place that knows both sets of
-names.
+The second half of the file translates the sampling fields, under OpenAI's and vLLM's names, into
+the engine's Sampling.
 """
 
 import json
@@ -28,7 +27,7 @@ ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_l
 IGNORED = frozenset(
     {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "request_id"}
 )
-# OpenAI's fields that every generating route reads, and the ones that vLLM adds.
+# OpenAI's sampling fields that the completion routes read, and the ones that vLLM adds.
 OPENAI = {
     "temperature",
     "top_p",
@@ -49,7 +48,7 @@ MOST_SCORES = 1 << 18
 
 
 class ApiError(Exception):
-    """A refused request: the HTTP status, and the reason as OpenAI's error JSON."""
+    """An error response to a request: its HTTP status, headers and body in OpenAI's format."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after: int | None = None,
     ):
-        """Make the refusal of a request; `retry_after` is in seconds."""
+        """Create the error; `param` names the bad field, and `retry_after` is in seconds."""
         super().__init__(message)
         self.status = status
         self.code = code
@@ -68,7 +67,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error as OpenAI's JSON."""
+        """The body of the response, a dict in OpenAI's format."""
         default = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {
             "message": str(self),
@@ -81,7 +80,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a request: the name of its model, its context and its vocabulary, in tokens."""
+    """The model that a request may name, and the sizes of its context and vocabulary in tokens."""
 
     model: str
     context: int
@@ -90,7 +89,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Defaults:
-    """The generation settings that the server uses if a request does not give its own."""
+    """A model's default generation settings, for the fields that a request leaves out."""
 
     temperature: float
     min_p: float
@@ -107,11 +106,11 @@ def read_fields(
     names: Collection[str],
     neutral: Mapping[str, tuple[Any, ...]],
 ) -> dict[str, Any]:
-    """Return the fields of a decoded body that are not null.
+    """Return the fields of a decoded body, without those that are null or cannot change an answer.
 
-    `names` are the fields that the route reads. `neutral` maps fields for features that the route
-    does not have to the values that change nothing. Raises ApiError (400) for any other value of
-    such a field and for an unknown field, and ApiError (404) for another model.
+    `names` are the fields that the route reads. `neutral` maps each unsupported field to the values
+    that are accepted because they change nothing. Raises ApiError: 404 for another model, 400 for
+    any other invalid body.
     """
     if not isinstance(value, dict):
         raise invalid("the body must be a JSON object, got " + kind(value))
@@ -134,20 +133,17 @@ def read_fields(
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:
-    """Return the refusal of an invalid value."""
+    """Return an ApiError (400) for an invalid value of the field `param`."""
     return ApiError(400, "invalid_value", message, param)
 
 
 def missing(name: str, advice: str) -> ApiError:
-    """Return the refusal of a request that lacks a required field; `advice` says what to send."""
+    """Return an ApiError (400) for a missing required field; `advice` says what to send."""
     return ApiError(400, "missing_required_parameter", f"{name} is required: send {advice}", name)
 
 
 def kind(value: Any) -> str:
-    """Return the type of a JSON value in words, for an error message.
-
-    The value itself may be private, so it is not repeated.
-    """
+    """Return a JSON value's type in words, for errors about a value that may be private."""
     names = {
         dict: "an object",
         list: "a list",
@@ -164,9 +160,9 @@ def number(
     low: float,
     high: float,
 ) -> float | None:
-    """Return a number from `low` to `high`, or None if the field is absent.
+    """Return the field `name` as a float, or None if it is absent or null.
 
-    Raises ApiError (400) for any other value.
+    Raises ApiError (400) if it is not a number from `low` to `high`.
     """
     value = fields.get(name)
     if value is None:
@@ -187,9 +183,9 @@ def integer(
     low: int,
     high: int,
 ) -> int | None:
-    """Return a whole number from `low` to `high`, or None if the field is absent.
+    """Return the integer field `name`, or None if it is absent or null.
 
-    Raises ApiError (400) for any other value.
+    Raises ApiError (400) if it is not an integer from `low` to `high`.
     """
     value = fields.get(name)
     if value is None:
@@ -204,7 +200,7 @@ def integer(
 
 
 def _printable(value: int) -> int | str:
-    """Return a number for an error message, or words instead if it has too many digits."""
+    """Return a number for an error message, or words if it has too many digits."""
     return value if abs(value) < 1e18 else "a number out of range"
 
 
@@ -213,7 +209,7 @@ def flag(
     name: str,
     default: bool = False,
 ) -> bool:
-    """Return true or false, or `default` if the field is absent.
+    """Return the boolean field `name`, or `default` if it is absent or null.
 
     Raises ApiError (400) for any other value.
     """
@@ -232,7 +228,7 @@ def truncates(fields: Mapping[str, Any]) -> bool:
 
 
 def mapping(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return an object, which is empty if the field is absent.
+    """Return the object field `name` as a dict, which is empty if the field is absent.
 
     Raises ApiError (400) for any other value.
     """
@@ -243,14 +239,17 @@ def mapping(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def is_tokens(value: Any) -> bool:
-    """Return whether a value is a list of whole numbers."""
+    """Return whether a value is a list that holds nothing but integers."""
     if not isinstance(value, list):
         return False
     return all(isinstance(item, int) and not isinstance(item, bool) for item in value)
 
 
 def token_ids(value: Any, name: str, limits: Limits) -> list[int]:
-    """Return a list of token ids. Raises ApiError (400) unless all are in the vocabulary."""
+    """Return `value` if it is a list of token IDs.
+
+    Raises ApiError (400) about the field `name` otherwise.
+    """
     if not is_tokens(value):
         raise invalid(f"{name} must be a list of token ids, got {kind(value)}", name)
     for token in value:
@@ -278,7 +277,10 @@ class ReplySettings:
     continuous_usage: bool  # send the usage so far in every chunk
 
     def requests(self, prompt: list[int], context: int) -> list[tuple[list[int], Sampling]]:
-        """Return the requests to the engine for one prompt: n replies that fit into the context."""
+        """Return `n` engine requests for one prompt, which differ only in their seeds.
+
+        Replies are limited to the room in the context, but to no less than 1 token.
+        """
         room = context - len(prompt)
         max_tokens = max(1, min(self.sampling.max_tokens, room))
         first = replace(self.sampling, max_tokens=max_tokens)
@@ -295,10 +297,10 @@ def read_settings(
     max_tokens: int | None,
     **more: Any,
 ) -> ReplySettings:
-    """Return the checked settings of the replies, from the fields in READ.
+    """Check the generation fields that routes share, and return the settings of the replies.
 
-    `more` holds settings that only one route has, under Sampling's names. Raises ApiError (400) for
-    invalid values.
+    `more` holds settings that only some routes have, under Sampling's names. Raises ApiError (400)
+    for invalid values.
     """
     options = mapping(fields, "stream_options")
 
@@ -348,9 +350,9 @@ def read_settings(
 
 
 def read_format(value: Any, name: str) -> str | None:
-    """Return the JSON schema, as text, that a response_format asks for.
+    """Return the JSON schema (as text) that a response format asks for, or None for free text.
 
-    Returns None if the reply is free text. Raises ApiError (400) for an unknown format.
+    Raises ApiError (400) about the field `name` for an invalid format.
     """
     if value is None:
         return None
@@ -372,18 +374,15 @@ def read_format(value: Any, name: str) -> str | None:
 
 
 def alternatives(fields: Mapping[str, Any], name: str) -> int | None:
-    """Return how many of the most likely tokens to list with each token.
-
-    Returns None if the field is absent.
-    """
+    """Return how many likely tokens to list at each position, or None without the field `name`."""
     return integer(fields, name, 0, MOST_ALTERNATIVES)
 
 
 def check_scores(scores: int, lower: str) -> None:
     """Raise ApiError (400) if an answer would list more than MOST_SCORES log-probabilities.
 
-    This bounds the answer before the engine starts. `scores` is the product of replies, tokens and
-    alternatives. `lower` names the fields that the client should lower.
+    This bounds the answer before the engine starts. `scores` is how many it would list at most, and
+    `lower` names the fields to lower.
     """
     if scores > MOST_SCORES:
         text = (
@@ -395,7 +394,7 @@ def check_scores(scores: int, lower: str) -> None:
 
 
 def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the stop strings of a request. Raises ApiError (400) if they are not valid."""
+    """Return the stop strings of a request, or raise ApiError (400) if they are not valid."""
     value = fields.get("stop", [])
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
@@ -410,7 +409,7 @@ def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _stop_tokens(fields: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:
-    """Return the stop tokens of a request. Raises ApiError (400) if they are not valid."""
+    """Return the stop tokens of a request, or raise ApiError (400) if they are not valid."""
     name = "stop_token_ids"
     stops = token_ids(fields.get(name, []), name, limits)
     if len(stops) > MOST_STOPS:
@@ -420,10 +419,7 @@ def _stop_tokens(fields: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:
 
 
 def _biases(fields: Mapping[str, Any], limits: Limits) -> tuple[tuple[int, float], ...]:
-    """Return the tokens in logit_bias, each with its bias.
-
-    Raises ApiError (400) if they are not valid.
-    """
+    """Return the (token, bias) pairs in `logit_bias`, or raise ApiError (400) if one is invalid."""
     values = mapping(fields, "logit_bias")
     if len(values) > MOST_BIASES:
         text = f"logit_bias may hold at most {MOST_BIASES:,} tokens, got {len(values):,}"

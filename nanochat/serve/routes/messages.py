@@ -34,12 +34,12 @@ def read_conversation(
     instructions: str = "",
     continued: bool = False,
 ) -> Conversation:
-    """Return the conversation that a list of messages forms, in any order that OpenAI accepts.
+    """Check a request's list of messages, and return it as a conversation.
 
-    If `continued` is true, the assistant speaks last, and the model continues that reply. Results
-    of tools count as messages of the user, and consecutive ones are joined into one message. An
-    empty system message is left out, but an empty reply is kept, because a model may say nothing.
-    `instructions` are put in front of the system message.
+    Roles may come in any order, except that a tool result must follow the assistant or another
+    result. Tool results become user messages, merged with user messages next to them. Empty system
+    messages are left out. If `continued` is true, the last message must be a reply for the model to
+    continue. `instructions` are put in front of the system message.
 
     Raises ApiError (400) if the messages are malformed.
     """
@@ -66,10 +66,7 @@ def read_conversation(
 
 
 def _checked_items(items: Any) -> list[Any]:
-    """Return the list of messages.
-
-    Raises ApiError (400) if it is missing, not a list, empty or too long.
-    """
+    """Return `items`, the messages of a request, or raise ApiError (400) if they are not valid."""
     if items is None:
         raise missing("messages", "a list of {role, content}")
     if not isinstance(items, list):
@@ -98,7 +95,7 @@ def _no_messages() -> ApiError:
 
 
 def _part_count(item: Any) -> int:
-    """Return how many parts a message has, before it is checked."""
+    """Return how many parts an unchecked message has, in `content` and `parts`."""
     if not isinstance(item, dict):
         return 0
     lists = (item.get("content"), item.get("parts"))
@@ -106,10 +103,9 @@ def _part_count(item: Any) -> int:
 
 
 def _joined(messages: list[Message], items: list[Any]) -> list[Message]:
-    """Return the messages, with tool results and calls joined to their neighbours.
+    """Return the messages, with tool results and calls merged into neighbours of the same role.
 
-    A tool result joins the result or the user's message before or after it. A call joins what the
-    assistant said or called before it.
+    `items` are the messages as sent. Raises ApiError (400) for a misplaced tool result.
     """
     joined: list[Message] = []
     for i, message in enumerate(messages):
@@ -132,7 +128,7 @@ def _joined(messages: list[Message], items: list[Any]) -> list[Message]:
 
 
 def _check_result(items: list[Any], i: int) -> None:
-    """Raise ApiError (400) if a message is a tool result without a call before it."""
+    """Raise ApiError (400) if item `i` is a tool result that follows no reply and no result."""
     if items[i]["role"] != "tool":
         return
     if i == 0 or items[i - 1]["role"] not in ("assistant", "tool"):
@@ -141,9 +137,9 @@ def _check_result(items: list[Any], i: int) -> None:
 
 
 def _message(item: Any, name: str) -> Message:
-    """Return one message.
+    """Check one message of a request, and return it as a Message.
 
-    `name` is its name in errors. Raises ApiError (400) if the message is malformed.
+    Raises ApiError (400) about the field `name` if it is malformed.
     """
     if not isinstance(item, dict):
         raise invalid(f"{name} must be an object {{role, content}}, got {kind(item)}", name)
@@ -164,7 +160,7 @@ def _message(item: Any, name: str) -> Message:
 
 
 def _assistant_parts(item: dict[str, Any], name: str) -> tuple[Part, ...]:
-    """Return the parts of an assistant message: its text or parts, then its calls of tools."""
+    """Return the parts of an assistant message: text or `parts`, then its tool calls as text."""
     calls = item.get("tool_calls")
     content = item.get("content")
     if item.get("parts") is not None:
@@ -179,10 +175,7 @@ def _assistant_parts(item: dict[str, Any], name: str) -> tuple[Part, ...]:
 
 
 def _merge_texts(*parts: Part) -> tuple[Part, ...]:
-    """Return parts in which neighbouring texts are joined.
-
-    This matters because a token of the model may span two texts.
-    """
+    """Return the parts with adjacent texts joined, because a token may span two of them."""
     merged: list[Part] = []
     for is_text, group in itertools.groupby(parts, lambda part: part.kind == "text"):
         if is_text:
@@ -193,10 +186,9 @@ def _merge_texts(*parts: Part) -> tuple[Part, ...]:
 
 
 def text_of(content: Any, name: str) -> str:
-    """Return the text of a message.
+    """Return the text of a message's `content`, which is a string or a list of text parts.
 
-    The content is a string, or a list of text parts, as some clients send it. Raises ApiError (400)
-    for anything else.
+    Raises ApiError (400) for anything else.
     """
     if isinstance(content, list):
         if not all(map(_is_text, content)):
@@ -208,16 +200,16 @@ def text_of(content: Any, name: str) -> str:
 
 
 def _is_text(part: Any) -> bool:
-    """Return whether a part of a message is a text."""
+    """Return whether a part of a message is a valid text part."""
     if not isinstance(part, dict):
         return False
     return part.get("type") in TEXTS and isinstance(part.get("text"), str)
 
 
 def _parts(items: Any, name: str) -> tuple[Part, ...]:
-    """Return the parts of an assistant message with calculator calls.
+    """Return the parts of a reply that a client sends back in the format of Reply.parts.
 
-    They have the form in which Reply.parts was sent. Raises ApiError (400) for any other form.
+    Raises ApiError (400) for any other format.
     """
     parts: list[Part] = []
     for item in items if isinstance(items, list) else [items]:
@@ -237,10 +229,7 @@ def _parts(items: Any, name: str) -> tuple[Part, ...]:
 
 
 def as_request(message: Message) -> dict[str, Any]:
-    """Return a message in the form of a request.
-
-    read_conversation reads the result as the same message.
-    """
+    """Return a message as a dict in the format that read_conversation reads."""
     if message.role != "assistant":
         return {"role": message.role, "content": message.text}
     parts: list[dict[str, Any]] = []
@@ -258,11 +247,11 @@ def as_request(message: Message) -> dict[str, Any]:
 
 
 def alternating(conversation: Conversation) -> Conversation:
-    """Return a chat in the form of training data: one system message, then alternating turns.
+    """Return a chat in the form of training data: a system message, if any, then alternating turns.
 
-    A blank line joins all system messages, and consecutive messages of one role. Without system
-    messages or with empty ones, there is none. If the assistant speaks first, an empty message of
-    the user precedes it. A chat of nothing but system messages becomes a question.
+    System messages are joined into one, and so are consecutive messages of the user or of the
+    assistant. If the assistant speaks first, an empty user message is put in front. If there are
+    only system messages, they become one user message.
     """
     instructions: list[str] = []
     turns: list[Message] = []
@@ -286,7 +275,7 @@ def alternating(conversation: Conversation) -> Conversation:
 
 
 def with_instructions(conversation: Conversation, instructions: str) -> Conversation:
-    """Return a conversation with instructions in front of its system message."""
+    """Return a conversation whose system message begins with `instructions`, if there are any."""
     messages = conversation.messages
     if not instructions:
         return conversation
@@ -298,9 +287,9 @@ def with_instructions(conversation: Conversation, instructions: str) -> Conversa
 
 
 def answerable(conversation: Conversation) -> Conversation:
-    """Return a chat in the form of training data, in which the user speaks last.
+    """Return a chat in the form of training data (see alternating) that ends with a user message.
 
-    If the assistant spoke last, an empty message of the user is added.
+    If the assistant spoke last, an empty user message is added.
     """
     plain = alternating(conversation)
     if plain.messages[-1].role != "assistant":
@@ -316,10 +305,10 @@ def render_chat(
     tokenizer: Tokenizer,
     field: str = "messages",
 ) -> list[int]:
-    """Return the tokens of a chat, with those that begin the reply.
+    """Return the tokens of a chat, followed by those that begin the reply.
 
-    Only the template of a published model may be able to render messages in another order than that
-    of training data. Raises ApiError (400) if a template refuses the chat.
+    A chat that is not in the form of training data is converted by answerable(), unless a published
+    model's template can render it as sent. Raises ApiError (400) if the template refuses it.
     """
     plain = answerable(conversation)
     try:
@@ -344,11 +333,11 @@ def make_prompt(
     context: int,
     field: str = "messages",
 ) -> tuple[list[int], int]:
-    """Return the tokens of a prompt that fits, and how many of the oldest messages were dropped.
+    """Return the tokens of a prompt that fits, and how many of the oldest turns were dropped.
 
-    Messages are dropped only with `truncate`. Raises ApiError (400) if the prompt and the answer
-    together exceed the context. The request asks for an answer of `max_tokens`. `field` is the
-    field of the request that held the messages.
+    The context has room for `max_tokens` more, or for one token if that is None. Turns, as counted
+    after answerable(), are dropped only with `truncate`. Raises ApiError (400) about `field` if the
+    prompt does not fit or cannot be rendered.
     """
     reply_length = max_tokens or 1
     room = context - reply_length
@@ -390,10 +379,10 @@ def _dropped_turns(
     room: int,
     tokenizer: Tokenizer,
 ) -> int:
-    """Return how many of the oldest turns must be dropped so that the prompt fits into `room`.
+    """Return how many of the oldest turns to drop so that the prompt fits into `room` tokens.
 
-    `length` is the number of tokens of a prompt with the last turn alone. Exchanges are rendered
-    from the end, each once, and only as many as the context holds.
+    `length` is the token count of a prompt with only the last turn, which is never dropped.
+    Exchanges are rendered from the end, each once, and only until one does not fit.
     """
     dropped = len(turns) - 1
     while dropped and length <= room:

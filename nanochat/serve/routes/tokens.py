@@ -25,7 +25,7 @@ def tokenize(
     tokenizer: Tokenizer,
     limits: Limits,
 ) -> dict[str, Any]:
-    """Return the tokens of a text or of a chat.
+    """Return the answer to /tokenize, a dict with the tokens of a text or of a chat.
 
     A text that spells one special token, and nothing else, becomes that token.
     """
@@ -68,7 +68,7 @@ def detokenize(
     tokenizer: Tokenizer,
     limits: Limits,
 ) -> dict[str, Any]:
-    """Return the text of tokens, in which a special token is spelled out."""
+    """Return the answer to /detokenize, a dict with the text of tokens, including special ones."""
     fields = read_fields(value, limits, {"tokens"}, {})
     if "tokens" not in fields:
         raise missing("tokens", "a list of token ids")
@@ -77,10 +77,7 @@ def detokenize(
 
 
 def tokenizer_info(tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
-    """Return what an evaluation harness asks about a tokenizer.
-
-    This is mainly its special tokens, and how long a prompt may be.
-    """
+    """Return what evaluation harnesses ask: special tokens, vocabulary size and context length."""
     spellings = {token: text for text, token in specials(tokenizer).items()}
     decoder = {}
     for token, text in sorted(spellings.items()):
@@ -97,7 +94,7 @@ def tokenizer_info(tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
 
 
 def specials(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the special tokens by their spelling.
+    """Return a dict from the spelling of each special token to its ID.
 
     Special tokens without a spelling are left out: a published model may have no token for a role,
     or only an unused row of its vocabulary.

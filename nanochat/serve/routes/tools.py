@@ -1,6 +1,6 @@
 """Handles a client's tools: tells the model about them, and returns its calls to the client.
 
-The models write calls as Qwen's do, <tool_call>{"name": ..., "arguments": {...}}</tool_call>. If
+Models write calls as Qwen models do, <tool_call>{"name": ..., "arguments": {...}}</tool_call>. If
 the client demands a call, a JSON schema limits the whole reply to one. Our own calculator has its
 own special tokens, and is not handled here.
 """
@@ -32,12 +32,12 @@ class Tools:
     """The functions that a client offers."""
 
     parameters: Mapping[str, Any]  # name -> JSON schema of the arguments
-    instructions: str  # what the model reads about them; empty if it must not call any
-    forced: tuple[str, ...]  # the reply must call one of these; empty if the model is free
+    instructions: str  # what the model reads about the functions; empty if it may not call any
+    forced: tuple[str, ...]  # the reply must call one of these; empty if no call is required
 
     @property
     def schema(self) -> str | None:
-        """The JSON schema of a reply that must be a call, or None if the model is free."""
+        """The JSON schema (as text) of a reply that must be a call, or None if none is required."""
         if not self.forced:
             return None
         argument_schemas = _standalone({name: self.parameters[name] for name in self.forced})
@@ -61,8 +61,8 @@ def _standalone(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
     A pointer such as #/$defs/Colour starts at the nearest schema around it that has a `$id`, so
     every schema gets a `$id` here. A schema keeps its own `$id`, which its references may name,
-    unless two schemas share it. `$schema` is left out, because drafts before 2019-09 ignore a `$id`
-    next to a `$ref`, and draft 4 has no `$id`.
+    unless two schemas share it or it begins with #. `$schema` is left out, because drafts before
+    2019-09 ignore a `$id` next to a `$ref`, and draft 4 has no `$id`.
     """
     id_counts = Counter(str(schema.get("$id")) for schema in parameters.values())
     standalone_schemas = {}
@@ -79,9 +79,9 @@ def _standalone(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def read_tools(fields: Mapping[str, Any]) -> Tools:
-    """Return the tools of a request.
+    """Return the tools of a request, which are empty if the model must not call any.
 
-    Raises ApiError (400) if they are not functions as OpenAI describes them.
+    Raises ApiError (400) if `tools` or `tool_choice` are not valid.
     """
     items = fields.get("tools", [])
     if not isinstance(items, list):
@@ -111,7 +111,7 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
 
 
 def _forced(choice: Any, parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the functions of which a tool_choice demands one; none if the model is free.
+    """Return the names of the functions that a required call may use, () if none is required.
 
     Raises ApiError (400) if the choice is not valid.
     """
@@ -133,7 +133,7 @@ def _forced(choice: Any, parameters: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def only_schema(tools: Tools, schema: str | None) -> str | None:
-    """Return the JSON schema that a reply must follow, or None if it is free.
+    """Return the JSON schema that the reply must follow, or None if there is none.
 
     This is the schema of a call that the client demands, or the request's own `schema`. Raises
     ApiError (400) if there are both.
@@ -148,9 +148,9 @@ def only_schema(tools: Tools, schema: str | None) -> str | None:
 
 
 def _function(item: Any, name: str) -> dict[str, Any]:
-    """Return the name, description and parameters of a tool.
+    """Check a tool, and return a dict of its name, and its description and parameters if given.
 
-    `name` is the name of the tool in errors. Raises ApiError (400) if it is not a function.
+    Raises ApiError (400) about the field `name` if it is not a valid function.
     """
     if not isinstance(item, dict) or item.get("type") != "function":
         form = (
@@ -177,7 +177,7 @@ def _function(item: Any, name: str) -> dict[str, Any]:
 
 
 def written_calls(calls: Any, name: str) -> str:
-    """Return the calls in an assistant message as the model wrote them.
+    """Return the tool calls of an assistant message as text in the form that models write.
 
     Raises ApiError (400) if they are malformed.
     """
@@ -198,7 +198,7 @@ def written_calls(calls: Any, name: str) -> str:
 
 
 def written_result(text: str) -> str:
-    """Return the result of a call in the form that the model reads."""
+    """Return the result of a tool call in the form that models read."""
     return f"<tool_response>{text}</tool_response>"
 
 
@@ -206,7 +206,7 @@ def written_result(text: str) -> str:
 
 
 class CallText:
-    """Separates calls from the text of a reply as it streams.
+    """Separates tool calls from the text of a reply as it streams.
 
     Text that may begin a call is held back.
     """
@@ -217,9 +217,9 @@ class CallText:
         self.calls = 0
 
     def push(self, text: str, last: bool = False) -> list[str | dict[str, Any]]:
-        """Add text, and return the texts to show and the calls in OpenAI's form.
+        """Add text, and return the texts to show and the calls (in OpenAI's format), in order.
 
-        `last` says that the reply ends with this text.
+        `last` is true if the reply ends with this text.
         """
         self._withheld += text
         if self._tools.forced:
@@ -243,9 +243,9 @@ class CallText:
         return [item for item in items if item]
 
     def _open_beginning(self, start: int) -> int:
-        """Return how many characters at the end may be the beginning of a call.
+        """Return how many characters at the end of the withheld text may belong to a call.
 
-        `start` is where a call begins that has no end yet, or -1.
+        `start` is the index of an opening tag without a closing one, or -1.
         """
         if start >= 0:
             return len(self._withheld) - start
@@ -256,7 +256,7 @@ class CallText:
         return 0
 
     def _call(self, text: str) -> dict[str, Any] | None:
-        """Return the call that a text holds, or None if it holds none."""
+        """Return the call in `text` in OpenAI's format, or None if it is not a valid call."""
         try:
             call = json.loads(text)
         except (ValueError, RecursionError):

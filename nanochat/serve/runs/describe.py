@@ -15,7 +15,7 @@ from nanochat.serve.runs.follow import MOST_STEPS, figures_of, open_regular
 
 MOST_RUNS = 200  # in the list; the oldest are left out
 TAIL_BYTES = 1 << 17  # how much of the end of a file is read for the list
-RECENT_STEPS = 20  # the time left follows from their pace, as in the log of the training
+RECENT_STEPS = 20  # their mean duration gives the time left, as in the training log
 # A run without a lock that this host can see counts as stopped if it has not written a line for so
 # long.
 SILENT_SECONDS = 120
@@ -29,7 +29,7 @@ FACTS = ("device", "ranks", "dtype", "parameters")  # of run.json, for the page
 class Run:
     """A training run, whose folder has a metrics.jsonl.
 
-    `key` identifies it in URLs; it is a hash of the stage and the folder's name.
+    `key`, a hash of the stage and the folder's name, identifies the run in URLs.
     """
 
     stage: str
@@ -46,9 +46,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Tail:
-    """The end of a metrics.jsonl.
+    """The end of a metrics.jsonl: its last step, and the last value of every figure.
 
-    It has the last step, the last value of every figure, and the mean seconds of recent steps.
+    `pace` is the mean seconds of recent steps, if any are known.
     """
 
     step: int
@@ -57,9 +57,9 @@ class Tail:
 
 
 def find_runs(base: Path) -> tuple[list[Run], int]:
-    """Return the runs whose files changed last, newest first, and the number of older ones.
+    """Return the runs whose metrics.jsonl changed last, newest first, and how many are left out.
 
-    The older ones are left out, because there may be at most MOST_RUNS.
+    At most MOST_RUNS runs are returned.
     """
     aged: list[tuple[int, Run]] = []
     for stage, prefix in STAGES.items():
@@ -74,9 +74,9 @@ def find_runs(base: Path) -> tuple[list[Run], int]:
 
 
 def tail(path: Path) -> Tail:
-    """Return what the last lines of a metrics.jsonl say.
+    """Read the end of a metrics.jsonl into a Tail.
 
-    Raises OSError if the file cannot be read.
+    Raises OSError if the file cannot be read or is not a regular file.
     """
     file = open_regular(path)
     try:
@@ -105,11 +105,7 @@ def tail(path: Path) -> Tail:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What the files of a run say.
-
-    It has the end of metrics.jsonl, the content of run.json, and the number of steps of the whole
-    run.
-    """
+    """What a run's files say: the end of metrics.jsonl, the content of run.json, the step count."""
 
     tail: Tail
     facts: dict[str, Any]
@@ -117,13 +113,13 @@ class RunFiles:
 
 
 class Describer:
-    """Describes runs, without reading files again that have not changed."""
+    """Describes runs, without reading unchanged files again."""
 
     def __init__(self) -> None:
         self._cache: dict[str, tuple[object, RunFiles]] = {}  # key of a run -> state, content
 
     def describe(self, run: Run, now: float) -> dict[str, Any] | None:
-        """Return a run as JSON, or None if its metrics.jsonl is gone or not a regular file.
+        """Return a dict that describes a run, or None if its metrics.jsonl cannot be read.
 
         `now` is the time in seconds since 1970.
         """
@@ -166,12 +162,12 @@ class Describer:
         return description
 
     def forget(self, runs: list[Run]) -> None:
-        """Forget the content of all files but those of `runs`."""
+        """Drop the cached files of all runs but those in `runs`."""
         keys = {run.key for run in runs}
         self._cache = {key: entry for key, entry in self._cache.items() if key in keys}
 
     def _files(self, run: Run, file_stat: os.stat_result) -> RunFiles:
-        """Return what the files of a run say, reading them only if they have changed."""
+        """Return the RunFiles of a run, reading the files only if they have changed."""
         version = _version(run.folder / "run.json")
         state = (file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns, version)
         cached = self._cache.get(run.key)
@@ -184,9 +180,9 @@ class Describer:
 
 
 def _plain(value: Any) -> str | float | None:
-    """Return a text of at most LONGEST_FACT characters, or a number that a browser can count.
+    """Return a text, cut off after LONGEST_FACT characters, or a number that a browser can count.
 
-    A longer text is cut off. Returns None for any other value, also for negative numbers.
+    Returns None for any other value, including negative numbers.
     """
     if isinstance(value, str):
         return value[:LONGEST_FACT]
@@ -196,7 +192,7 @@ def _plain(value: Any) -> str | float | None:
 
 
 def _version(path: Path) -> str | None:
-    """Return a text that changes whenever a file changes, or None if there is no such file."""
+    """Return a file's modification time and size as text, or None if there is no such file."""
     try:
         file_stat = path.stat()
     except OSError:
@@ -205,7 +201,7 @@ def _version(path: Path) -> str | None:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """Return the content of a run.json, or {} if it is damaged or missing, as in older runs."""
+    """Return the content of a run.json, or {} if it is too large, damaged or missing."""
     try:
         check_regular(path, MOST_RUN_BYTES)
         facts = parse_json(path.read_bytes())
@@ -217,7 +213,7 @@ def _facts(path: Path) -> dict[str, Any]:
 def _steps(folder: Path, facts: dict[str, Any]) -> int | None:
     """Return the number of steps of the whole run, from run.json or else the newest checkpoint.
 
-    Returns None if neither has it.
+    Returns None if neither has a valid one.
     """
     steps = facts.get("steps")
     if not isinstance(steps, int):

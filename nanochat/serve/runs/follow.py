@@ -1,6 +1,6 @@
 """Follows a metrics.jsonl while it is written, reading only what is new.
 
-It tolerates any content of the file.
+Lines that are invalid are skipped.
 """
 
 import os
@@ -18,9 +18,9 @@ HUGE = 1e300  # a sum of such values would overflow
 
 
 def figures_of(line: bytes) -> tuple[int, dict[str, float]] | None:
-    """Return the step of a line of metrics.jsonl, and those of its figures that are finite numbers.
+    """Return the step and a dict of the figures in a line, or None if the line is not valid.
 
-    Returns None if the line does not belong in a metrics.jsonl.
+    Figures that are NaN or beyond HUGE, or whose names are too long, are left out.
     """
     try:
         fields = parse_json(line)
@@ -42,7 +42,7 @@ def figures_of(line: bytes) -> tuple[int, dict[str, float]] | None:
 def open_regular(path: Path) -> int:
     """Open a file for reading, and return its file descriptor.
 
-    Raises OSError if the file is a pipe or a device, on which reading could block.
+    Raises OSError if it is missing or not a regular file; reading a pipe could block.
     """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -55,7 +55,7 @@ class Follower:
     """Reads a metrics.jsonl into a table, piece by piece.
 
     `done` and `size` are in bytes: how much of the file has been read, and its size. `bad` counts
-    the lines that were left out because they hold no figures.
+    the lines that were skipped as invalid or too long.
     """
 
     def __init__(self, path: Path):
@@ -72,8 +72,8 @@ class Follower:
     def read(self) -> None:
         """Read the next piece of the file.
 
-        If the file was replaced or became shorter, as when a run resumes, reading starts again at
-        its beginning. Raises OSError if the file is gone or not a regular file.
+        If the file was replaced, or is shorter than what was read, as when a run resumes, reading
+        starts again at its beginning. Raises OSError if the file is gone or not a regular file.
         """
         file = open_regular(self.path)
         try:
@@ -91,11 +91,11 @@ class Follower:
 
     @property
     def behind(self) -> bool:
-        """Whether a part of the file has not been read yet."""
+        """Whether some of the file has not been read yet."""
         return self.done < self.size
 
     def _take(self, data: bytes) -> None:
-        """Process the next bytes of the file."""
+        """Process the next bytes of the file, line by line."""
         *lines, unfinished = (self._begun + data).split(b"\n")
         for line in lines:
             self._line(line)
@@ -106,7 +106,7 @@ class Follower:
             self._begun = b""
 
     def _line(self, line: bytes) -> None:
-        """Add the figures of a line to the table."""
+        """Add a line's figures to the table, or count the line as bad."""
         if self._skipping:
             self._skipping = False
             return

@@ -28,7 +28,7 @@ FRESH_SECONDS = 0.5  # how long the list of runs is used before it is made again
 class Runs:
     """Answers requests about the runs under a base folder.
 
-    A thread of its own reads the files, for one request at a time.
+    Its own thread reads the files, for one request at a time.
     """
 
     def __init__(self, base: Path, chat: bool):
@@ -47,15 +47,15 @@ class Runs:
         app.add_api_route("/runs/samples/{key}", self.samples)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread after its pending work."""
         self._thread.shutdown(wait=False)
 
     async def data(self, request: Request) -> Response:
         """Answer GET /runs/data?shown=KEY.EDITION.ROWS,... with the runs and their new figures.
 
-        The body lists all runs, and for each run in `shown` the rows that its reader does not have
-        yet. The answer has an ETag. If the request has the same one in If-None-Match, there is
-        nothing new, and the status is 304 without a body.
+        The body lists the runs, and for each run in `shown` the rows that a reader with the first
+        ROWS rows of EDITION lacks. If the request has the answer's ETag in If-None-Match,
+        nothing is new, and the status is 304 without a body.
         """
         shown = _shown_runs(request.query_params.get("shown", ""))
         body = await while_connected(request.receive, self._run(lambda: self._data(shown)))
@@ -67,14 +67,14 @@ class Runs:
         return Response(body, media_type="application/json", headers={"ETag": tag})
 
     async def samples(self, request: Request, key: str) -> Response:
-        """Answer GET /runs/samples/KEY with the samples of a run, the newest first."""
+        """Answer GET /runs/samples/KEY with the newest samples of a run, latest first."""
         body = await while_connected(request.receive, self._run(lambda: self._samples(key)))
         if body is None:
             return Response()  # the client has left
         return Response(body, media_type="application/json")
 
     async def _run(self, work: Callable[[], T]) -> T:
-        """Run work in the thread, and return its result."""
+        """Run `work` in the thread, and return the result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     # --- in the thread ---------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class Runs:
         self._listed_at = time.monotonic()
 
     def _data(self, shown: dict[str, tuple[str, int]]) -> bytes:
-        """Return the list of runs, and new figures of the runs in `shown`, as JSON."""
+        """Return the list of runs, and the new figures of the runs in `shown`, as JSON."""
         self._refresh()
         news: dict[str, Any] = {}
         for key, (edition, row_count) in shown.items():
@@ -110,9 +110,9 @@ class Runs:
         return _json({**self._list, "shown": news})
 
     def _follow(self, key: str) -> Follower | None:
-        """Return the figures of a run, after reading the next piece of its file.
+        """Return the Follower of a run, after it has read the next piece of the run's file.
 
-        Returns None if there is no such run, or its file cannot be read.
+        Returns None if there is no such run, or if the file cannot be read.
         """
         run = self._runs.get(key)
         if run is None:
@@ -129,7 +129,7 @@ class Runs:
         return follower
 
     def _samples(self, key: str) -> bytes:
-        """Return the newest samples of a run as JSON.
+        """Return the newest samples of a run, latest first, as JSON.
 
         Raises ApiError (404) if there is no such run.
         """
@@ -143,12 +143,12 @@ class Runs:
 
 
 def _json(value: Any) -> bytes:
-    """Return a value as JSON in ASCII, since a file may hold half of a surrogate pair."""
+    """Return a value as ASCII JSON, since texts from files may hold unpaired surrogates."""
     return json.dumps(value, allow_nan=False).encode()
 
 
 def _shown_runs(text: str) -> dict[str, tuple[str, int]]:
-    """Return what a query asks for: key of a run -> the edition and number of rows of its reader.
+    """Parse the query `shown` into a dict from run key to the reader's edition and row count.
 
     Raises ApiError (400) if the query is malformed or names too many runs.
     """

@@ -11,7 +11,7 @@ MOST_FIGURES = 32  # different names of figures; further names are left out
 
 @dataclass(slots=True)
 class Cell:
-    """The values of one figure in the lines that a row combines."""
+    """The sum, extremes and count of one figure's values in the lines of a row."""
 
     total: float
     low: float
@@ -19,7 +19,7 @@ class Cell:
     count: int = 1
 
     def join(self, other: "Cell") -> None:
-        """Add the values of another cell."""
+        """Merge the values of another cell into this one."""
         self.total += other.total
         self.low = min(self.low, other.low)
         self.high = max(self.high, other.high)
@@ -28,17 +28,14 @@ class Cell:
 
 @dataclass(slots=True)
 class Row:
-    """Some consecutive lines of a metrics.jsonl, combined.
-
-    It has the step of the last line, the number of lines, and a cell for each figure.
-    """
+    """Consecutive lines of a metrics.jsonl, merged: their last step, their count, their figures."""
 
     step: int
     lines: int
     cells: dict[str, Cell]
 
     def join(self, other: "Row") -> None:
-        """Add the lines of a later row."""
+        """Merge the lines of a later row into this one."""
         self.step = other.step
         self.lines += other.lines
         for name, cell in other.cells.items():
@@ -54,10 +51,10 @@ def _rounded(value: float) -> float:
 
 @dataclass
 class Table:
-    """A table with the figures of a run by step, in which neighbouring rows merge when it is full.
+    """A table of a run's figures by step, whose rows merge in pairs when it is full.
 
-    A reader that has the first n rows of an `edition` asks for the rows from index n - 1 on, since
-    the last row may still grow. When rows merge, the new edition replaces all of them.
+    A reader that has the first n rows of an `edition` gets the rows from index n - 1 on, since the
+    last row may have grown. When rows merge, a new edition begins, and readers get all rows.
     """
 
     edition: str = field(default_factory=lambda: secrets.token_hex(6))
@@ -88,7 +85,7 @@ class Table:
         self.rows.append(row)
 
     def _halve(self) -> None:
-        """Merge each pair of rows into one."""
+        """Merge each pair of rows into one, and begin a new edition."""
         for first, second in zip(self.rows[::2], self.rows[1::2], strict=True):
             first.join(second)
         self.rows = self.rows[::2]
@@ -96,12 +93,12 @@ class Table:
         self.edition = secrets.token_hex(6)
 
     def since(self, edition: str, row_count: int) -> dict[str, Any]:
-        """Return the rows that a reader with `row_count` rows of an edition lacks, as JSON.
+        """Return a dict with the rows that a reader with `row_count` rows of `edition` lacks.
 
-        `from` is the index of the first row that is sent, and `width` the number of lines that a
-        full row holds. `steps` has a step for each row. `figures` has, for each name, the means of
-        the rows, with null if a row has no value. If a row may hold several lines, `low` and `high`
-        have the extremes.
+        `from` is the index of the first row returned, `width` the number of lines in a full row,
+        and `steps` the list of the rows' steps. `figures` maps each name to lists with a value, or
+        None, for each row: `mean`, and if a row may hold several lines, the extremes `low` and
+        `high`.
         """
         same = edition == self.edition and 0 < row_count <= len(self.rows)
         first = row_count - 1 if same else 0

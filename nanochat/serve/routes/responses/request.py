@@ -60,7 +60,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class ResponseRequest:
-    """A checked request for a response."""
+    """A checked request to POST /v1/responses."""
 
     conversation: Conversation  # without the instructions, which apply to one response only
     instructions: str
@@ -68,9 +68,9 @@ class ResponseRequest:
     shelf: Shelf | None  # stores the response; None if it is not stored
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
-        """Return the prompt as a request to the engine, and the writer of the reply.
+        """Return the engine request for the reply, and a function that makes the writer.
 
-        Raises ApiError (400) if the prompt does not fit into the context.
+        Raises ApiError (400) if the prompt cannot be rendered or does not fit into the context.
         """
         settings = self.repeated.settings
         truncate = self.repeated.truncate
@@ -96,9 +96,9 @@ class ResponseRequest:
         return Work(settings.requests(prompt, limits.context), writer)
 
     def _messages(self, dropped: int) -> tuple[Message, ...]:
-        """Return the messages that the model read.
+        """Return the messages that the model read, without the `dropped` oldest turns.
 
-        So a stored chat never outgrows the context, nor does a request that continues it.
+        So a stored chat does not grow without end.
         """
         conversation = self.conversation
         if dropped:
@@ -114,10 +114,10 @@ def read_response(
     defaults: Defaults,
     shelf: Shelf,
 ) -> ResponseRequest:
-    """Return the checked request in a decoded body.
+    """Check a decoded body, and return it as a ResponseRequest.
 
-    `shelf` has the stored responses of the client. Raises ApiError that names the field: 404 for an
-    unknown model, else 400.
+    `shelf` has the stored responses of the client. Raises ApiError: 404 for an unknown model, else
+    400.
     """
     fields = read_fields(value, limits, FIELDS, NEUTRAL)
     store = flag(value, "store", True)
@@ -148,9 +148,9 @@ def read_response(
 
 
 def _text(fields: dict[str, Any], name: str) -> str | None:
-    """Return a text, or None if the field is absent.
+    """Return the text field `name`, or None if it is absent.
 
-    Raises ApiError (400) for any other value.
+    Raises ApiError (400) if it is not a text.
     """
     value = fields.get(name)
     if value is not None and not isinstance(value, str):
@@ -162,10 +162,11 @@ def _text(fields: dict[str, Any], name: str) -> str | None:
 
 
 def read_input(items: Any, earlier: Sequence[dict[str, Any]]) -> Conversation:
-    """Return the conversation of an input that follows the messages of an earlier response.
+    """Return the conversation of the `earlier` messages and the field `input`, a text or `items`.
 
-    Items become messages of the chat format. The result of a call must name a call of the earlier
-    response, or one that precedes the result. Raises ApiError (400) if the input is not valid.
+    Items become messages in the chat format. A call's result must name a call in the last of the
+    earlier messages, or in an item before the result. Raises ApiError (400) if the input is not
+    valid.
     """
     if items is None:
         raise missing("input", "a text or a list of items")
@@ -190,7 +191,7 @@ def read_input(items: Any, earlier: Sequence[dict[str, Any]]) -> Conversation:
 
 
 def _renamed(text: str, earlier: int) -> str:
-    """Return an error of the chat format under the field names of this route.
+    """Return an error text of the chat route with the field names of this route.
 
     The first `earlier` messages belong to the response that the request continues.
     """
@@ -208,9 +209,9 @@ def _message(
     name: str,
     call_ids: set[str],
 ) -> dict[str, Any]:
-    """Return the message of an item, adding the id of a call to `call_ids`.
+    """Return an input item as a message of the chat format, adding a call's ID to `call_ids`.
 
-    Raises ApiError (400) if the item is malformed.
+    Raises ApiError (400) for an unknown type, or a malformed call or result.
     """
     item_type = item.get("type", "message")
     if item_type == "function_call":
@@ -230,7 +231,7 @@ def _call_message(
     name: str,
     call_ids: set[str],
 ) -> dict[str, Any]:
-    """Return the message of a call, adding its id to `call_ids`."""
+    """Return a call as an assistant message, adding the call's ID to `call_ids`."""
     values = [item.get(key) for key in ("call_id", "name", "arguments")]
     if not all(isinstance(value, str) for value in values):
         form = "{type: function_call, call_id, name, arguments}"
@@ -250,7 +251,10 @@ def _result_message(
     name: str,
     call_ids: set[str],
 ) -> dict[str, Any]:
-    """Return the message of a call's result, whose call must be in `call_ids`."""
+    """Return a call's result as a tool message.
+
+    Raises ApiError (400) for an unknown call or a malformed result.
+    """
     call_id = item.get("call_id")
     if not isinstance(call_id, str) or call_id not in call_ids:
         text = f"{name}.call_id must be the call_id of a function_call before it"

@@ -32,7 +32,7 @@ class _Entry(NamedTuple):
 class ResponseStore:
     """The stored responses of all clients.
 
-    If there are too many, the one that was used least recently is dropped. Threads may share a
+    If they are too many or too large, the least recently used ones are dropped. Threads may share a
     store.
     """
 
@@ -43,18 +43,18 @@ class ResponseStore:
         seconds: float = SECONDS,
         now: Callable[[], float] = time.monotonic,
     ):
-        """Make an empty store; `now` is the clock in seconds."""
+        """Make an empty store; responses expire `seconds` after the last use by the clock `now`."""
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._seconds = seconds
         self._now = now
         self._lock = threading.Lock()
-        # By owner and id; the one that was used last comes last.
+        # By owner and ID; the one that was used last comes last.
         self._entries: OrderedDict[tuple[bytes, str], _Entry] = OrderedDict()
         self._bytes = 0
 
     def of(self, api_key: str) -> "Shelf":
-        """Return the responses of the clients that send a key.
+        """Return the Shelf of the clients that send the same key.
 
         `api_key` is their Authorization header, or "" if they send none.
         """
@@ -66,21 +66,21 @@ class ResponseStore:
         messages: bytes,
         body: bytes,
     ) -> None:
-        """Store a response, and drop those that are too old or too many after that."""
+        """Store a response, and drop the least recently used ones until no limit is exceeded."""
         with self._lock:
             self._add(key, _Entry(self._now(), messages, body))
             while self._entries and self._too_full():
                 self._bytes -= self._entries.popitem(last=False)[1].size
 
     def _too_full(self) -> bool:
-        """Return whether the oldest response is too old, or there are too many or too large."""
+        """Return whether the least recently used response has expired, or the store is too full."""
         oldest = next(iter(self._entries.values()))
         if self._now() - oldest.used > self._seconds:
             return True
         return len(self._entries) > self._max_count or self._bytes > self._max_bytes
 
     def take(self, key: tuple[bytes, str], again: bool) -> _Entry | None:
-        """Return a response, or None if it is not stored.
+        """Return a response, or None if it is not stored or has expired.
 
         With `again`, the response stays and counts as used now. Otherwise it is removed.
         """
@@ -101,7 +101,7 @@ class ResponseStore:
 
 
 class Shelf:
-    """The stored responses of one key. Another key finds none of them, even with their ids."""
+    """The stored responses of one key, which other keys cannot find even by their IDs."""
 
     def __init__(self, store: ResponseStore, owner: bytes):
         self._store = store
@@ -113,14 +113,14 @@ class Shelf:
         messages: list[dict[str, Any]],
         body: dict[str, Any],
     ) -> None:
-        """Store a response under its id, with the messages of its chat, including its own."""
+        """Store the response `body`, and the `messages` of its chat, which end with its reply."""
         key = (self._owner, response_id)
         chat = json.dumps(messages)
         response = json.dumps(body)
         self._store.put(key, chat.encode(), response.encode())
 
     def messages(self, response_id: str) -> list[dict[str, Any]]:
-        """Return the messages of the chat that ends with a response.
+        """Return the messages of the chat that ends with a stored response.
 
         Raises ApiError (400) if the response is not stored.
         """
@@ -131,7 +131,7 @@ class Shelf:
         return json.loads(entry.messages)
 
     def response(self, response_id: str, again: bool = True) -> dict[str, Any]:
-        """Return the response with an id, and remove it unless `again` is true.
+        """Return the stored response `response_id`, and remove it unless `again` is true.
 
         Raises ApiError (404) if the response is not stored.
         """

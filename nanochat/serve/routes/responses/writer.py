@@ -1,4 +1,4 @@
-"""Writes a reply as a response, either whole or as a stream of events in OpenAI's order."""
+"""Writes a reply for /v1/responses, either whole or as a stream of events in OpenAI's order."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,23 +18,23 @@ Store = Callable[[dict[str, Any], dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Repeated:
-    """The facts of a request that its response repeats, and the functions the model may call."""
+    """The fields of a request that its response repeats, and the tools that the model may call."""
 
     tools: Tools
     settings: ReplySettings
     instructions: str | None
     truncate: bool
-    previous: str | None  # the id of the response that this one continues
+    previous: str | None  # the ID of the response that this one continues
     store: bool
     echoed: Mapping[str, Any]  # fields of the request, unchanged
 
 
 class ResponseWriter:
-    """Writes one reply as a response.
+    """Writes one reply as a response object, and passes it to `store`.
 
     The output holds a message for each run of text, and an item for each function call. A
-    calculator call is part of the message around it: {expression, result} in `parts` and, in a
-    stream, in `tool` of an event for the message's text. Both extend OpenAI's format.
+    calculator call belongs to the message around it: {expression, result} in `parts` and, in a
+    stream, in the `tool` of a text event. Both fields extend OpenAI's format.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class ResponseWriter:
         self.stream = repeated.settings.stream
 
     def opening(self) -> bytes:
-        """Return the events of a response without output."""
+        """Return the events that announce a response, which has no output yet."""
         response = self._response("in_progress")
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
     def add(self, news: Sequence[tuple[int, Event]]) -> bytes:
-        """Follow the engine's events, and return the events to stream for them."""
+        """Process the engine's events, and return the events to stream for them."""
         parts: list[Part] = []
         for _, token_event in news:
             parts += self._choice.add(token_event)
@@ -79,20 +79,20 @@ class ResponseWriter:
         return b"".join(map(self._follow, deltas))
 
     def closing(self) -> bytes:
-        """Return the last events of the stream, and store the response."""
+        """Return the last events of the stream, after passing the response to `store`."""
         sent = self._end()
         body = self.body()
         kind = "response.completed" if body["status"] == "completed" else "response.incomplete"
         return sent + self._event(kind, response=body)
 
     def failure(self, refusal: ApiError) -> bytes:
-        """Return the event of a response that failed, with its error."""
+        """Return the last event of a stream that fails, with `refusal` as its error."""
         error = {"code": refusal.code, "message": str(refusal)}
         response = {**self._response("failed"), "error": error}
         return self._event("response.failed", response=response)
 
     def body(self) -> dict[str, Any]:
-        """Return the whole response, and store it."""
+        """Return the whole response as a dict, after passing it to `store`."""
         self._end()
         response = self._response(self._status)
         if self._status == "incomplete":
@@ -107,7 +107,7 @@ class ResponseWriter:
     # --- items -----------------------------------------------------------------------------------
 
     def _follow(self, delta: dict[str, Any]) -> bytes:
-        """Add a delta of the reply to the items, and return its events."""
+        """Add a delta of the reply to the output, and return the events to stream."""
         if "tool_calls" in delta:
             return self._close("completed") + self._call(delta["tool_calls"][0])
         text = self._blank + delta.get("content", "")
@@ -119,7 +119,7 @@ class ResponseWriter:
         return self._begin() + self._grow(text, tool)
 
     def _begin(self) -> bytes:
-        """Begin a message unless one is open, and return its events."""
+        """Begin a message unless one is open, and return the events to stream."""
         if self._open is not None:
             return b""
         self._open = []
@@ -138,7 +138,7 @@ class ResponseWriter:
         return sent
 
     def _grow(self, text: str, tool: dict[str, Any] | None) -> bytes:
-        """Add text, or a calculator call, to the open message, and return its event."""
+        """Add text and a calculator call, if any, to the open message, and return the event."""
         assert self._open is not None
         if text:
             add_text(self._open, text)
@@ -150,7 +150,7 @@ class ResponseWriter:
         return self._event("response.output_text.delta", **fields)
 
     def _close(self, status: str) -> bytes:
-        """End the open message, if there is one, and return its events."""
+        """End the open message, if there is one, and return the events to stream."""
         if self._open is None:
             return b""
         item = self._items[-1]
@@ -166,7 +166,7 @@ class ResponseWriter:
         return sent + self._event("response.output_item.done", item=item)
 
     def _call(self, call: dict[str, Any]) -> bytes:
-        """Add a function call, which arrives whole, and return its events."""
+        """Add a function call, which arrives whole, and return the events to stream."""
         name = call["function"]["name"]
         arguments = call["function"]["arguments"]
         item = {
@@ -188,7 +188,7 @@ class ResponseWriter:
         return sent + self._event("response.output_item.done", item=item)
 
     def _end(self) -> bytes:
-        """End the last message, and return its events. An empty reply becomes an empty message."""
+        """End the open message, or write one if there is no output, and return the events."""
         sent = b""
         if not self._items:
             text = self._blank
@@ -253,7 +253,7 @@ class ResponseWriter:
     def _event(self, kind: str, **fields: Any) -> bytes:
         """Return an event of the stream, or b"" if the reply is not streamed.
 
-        Events of an item have its index in the output.
+        Events about items carry the index of the last item in the output.
         """
         if not self.stream:
             return b""
