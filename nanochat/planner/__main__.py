@@ -60,10 +60,10 @@ class Config:
     """print a table for several depths: how many rows of a pass fit,
     with a vocabulary of 32,768 / 65,536"""
     published: bool = False
-    """print the predictions for runs that others have published beside what they reached"""
+    """for runs that others have published, print the predicted speed next to the reported speed"""
     published_memory: bool = False
-    """print the forecast memory of fine-tuning runs that others have published beside theirs;
-    takes minutes"""
+    """for fine-tuning runs that others have published, print our memory forecast next to
+    the reported memory; takes minutes"""
     model: Path | None = None
     """folder of a published model, where config.json is enough:
     forecast the memory of fine-tuning it"""
@@ -79,7 +79,7 @@ class Config:
     """with --model: like --checkpoint_activations,
     with the inputs of layers in the host's memory"""
     shard: parallel.Sharding = "grad"
-    """with --model: what the cards share, as in training"""
+    """with --model: what is split across the cards, as in training"""
 
 
 def explain(plan: Plan, chip: Chip, rates: Rates | None, source: str) -> str:
