@@ -183,7 +183,7 @@ def chip_named(spelled: str) -> Chip:
 
 
 def main(cfg: Config) -> None:
-    """Print the planned flags or, if the flags ask for it, a table or a forecast of fine-tuning."""
+    """Print the planned flags or, if `cfg` asks for one, a table or a forecast of fine-tuning."""
     chip = chip_named(cfg.chip) if cfg.chip else None
     if cfg.ranks < 0:
         raise UserError(f"--ranks must be at least 1, got {cfg.ranks}", exit_code=2)

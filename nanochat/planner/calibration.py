@@ -84,7 +84,7 @@ def _is_positive(value: Any, integer: bool) -> bool:
 def read(path: Path) -> Bench | None:
     """Return the measurements in a file, or None if there is no file.
 
-    Raises UserError if the file is incomplete or of another version.
+    Raises UserError if the file is incomplete, invalid or of another version.
     """
     if not path.exists():
         return None

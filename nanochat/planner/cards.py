@@ -2,8 +2,8 @@
 
 Peak speeds and memory sizes come from the table of each platform. For each chip, this module adds
 the bandwidths of memory and links from data sheets, and the shares of them that others have
-measured on such cards. `python check_npu.py --bench` measures the same figures on your own cards,
-and calibration.py reads them.
+measured on such cards. `python check_npu.py --bench` measures the rates of your own cards, and
+calibration.py reads them.
 """
 
 from collections.abc import Mapping

@@ -102,7 +102,7 @@ def forecast(tuning: Tuning) -> Memory:
 
 
 class Ledger(TorchDispatchMode):
-    """Counts the bytes of living tensor storages that operators create in it, and the peak."""
+    """Counts the bytes of living storages that operators create in this mode, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _offload_tensor(x: Tensor) -> Callable[[], Tensor]:
-    """Return a function that creates a tensor like `x`, in place of a card's offload_tensor().
+    """Return a function that creates a tensor like `x`; this replaces Qwen's offload_tensor().
 
     Host memory does not count, so the function does not keep `x`, which is freed in the meantime.
     """
@@ -221,8 +221,8 @@ def count(tuning: Tuning, compute: Compute, ledger: Ledger) -> Memory:
 def count_all_layers(tuning: Tuning, compute: Compute) -> Memory:
     """Return the memory of a step of the whole model.
 
-    A deep model whose layers are whole repetitions of a pattern is extrapolated from two shallow
-    ones, because each repetition adds the same number of bytes.
+    If a deep model repeats its pattern of layers a whole number of times, its memory is
+    extrapolated from two shallow models, because each repetition adds the same number of bytes.
     """
     compute = replace(
         compute,

@@ -58,7 +58,7 @@ def uncertainty(rates: Rates, ranks: int, measured: bool) -> int:
 
 
 def batch_of(size: Size, ranks: int) -> int:
-    """Return the tokens per step from speedrun.sh's preset, or else as training would choose them.
+    """Return the number of tokens per step: speedrun.sh's preset, or else what training chooses.
 
     Without a preset, the number is a multiple of one row on every card.
     """

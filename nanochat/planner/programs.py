@@ -1,4 +1,4 @@
-"""Lists how many bytes and operators a model costs on each kind of card, by the kernels in use.
+"""Lists the bytes and operators that a model needs on each kind of card, by the kernels in use.
 
 The numbers were counted on tensors without data and on the emulated card; dev/LOG.md has the table
 and the commands. After changing kernels, count again and update the numbers here.
@@ -65,5 +65,5 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
 
 
 def program_of(chip: str) -> Program:
-    """Return the costs of the code that runs by default on a kind of card."""
+    """Return the costs of the code that runs by default on the kind of card called `chip`."""
     return PROGRAMS.get(chip, FUSED)

@@ -74,7 +74,7 @@ class Run:
 
     @property
     def off(self) -> float:
-        """The relative error of the predicted tokens per second, positive if they are too many."""
+        """The relative error of the predicted tokens per second, positive if they are too high."""
         return self.predicted() / self.tokens_per_second - 1
 
 

@@ -76,8 +76,8 @@ def pass_of(size: Size, rows: int, rates: Rates, program: Program) -> Pass:
 def exchange(size: Size, ranks: int, rates: Rates, program: Program) -> float:
     """Return the seconds that communication between cards takes in a step.
 
-    The cards of a server share one copy of the model. Between servers, only gradients are summed
-    and Muon's orthogonalized matrices are gathered, and each card sends its share of both.
+    The cards of a server share one copy of the model. Between servers, gradients are summed and
+    Muon's orthogonalized matrices are gathered, and each card sends its share of both.
     """
     shards = min(ranks, rates.server)
     servers = math.ceil(ranks / shards)
@@ -111,7 +111,7 @@ def step_of(
 
 
 def least_rows(size: Size, rates: Rates, program: Program) -> int:
-    """Return the smallest power of two of rows for which a pass is compute-bound."""
+    """Return the smallest number of rows, a power of two, for which a pass is compute-bound."""
     rows = 1
     while not pass_of(size, rows, rates, program).compute_bound:
         rows *= 2

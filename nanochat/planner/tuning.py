@@ -39,7 +39,7 @@ def flags_of(tuning: Tuning) -> str:
 
 
 def remedies(tuning: Tuning) -> Iterator[Tuning]:
-    """Yield settings that should take less and less memory, each a further change to the last.
+    """Yield settings that should take less and less memory, each with a further change.
 
     First come changes that only take time: fewer rows per pass, then recomputing activations, then
     offloading them. Then the ranks shard the parameters. Changes to the result of training come
@@ -128,7 +128,7 @@ def check_fits(
     compute: Compute,
     memory_of: Callable[[Tuning], Memory] = forecast,
 ) -> None:
-    """Raise UserError (exit code 2) if a step is forecast to exceed a card's memory.
+    """Raise UserError (exit code 2) if a step is forecast to exceed the memory that a rank may use.
 
     The error names the nearest settings that fit, if any. Call this on every rank before any
     weights are loaded; the model may still be on meta.

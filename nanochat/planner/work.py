@@ -127,7 +127,7 @@ class Program:
 def keys(size: Size, shortest: int = 0) -> float:
     """Return the average number of keys that a query sees, summed over the layers.
 
-    In a row of T tokens with a causal window of W tokens, that is W - W^2 / 2T keys per layer. A
+    In a row of T tokens with a causal window of W tokens, that is W - W^2 / (2T) keys per layer. A
     window shorter than `shortest` counts as `shortest`.
     """
     length = size.shape.sequence_len

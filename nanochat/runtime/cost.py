@@ -63,7 +63,7 @@ def _cost(pids: list[int]) -> tuple[int, dict[int, float]]:
     """Return the total memory of the processes in bytes, and the CPU seconds of each by its ID.
 
     Memory is measured as PSS, which divides shared memory among the processes that share it.
-    Processes that have ended are skipped.
+    Values that cannot be read, such as those of processes that have ended, are left out.
     """
     memory = 0
     cpu_seconds = {}
@@ -80,7 +80,7 @@ def _cost(pids: list[int]) -> tuple[int, dict[int, float]]:
 
 
 def _pss(pid: int) -> int:
-    """Return the PSS of a process in bytes: its own memory, and its part of any shared memory."""
+    """Return the PSS of a process in bytes: its own memory, and its share of shared memory."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return 1024 * int(line.split()[1])
@@ -94,7 +94,7 @@ def _ended_children() -> float:
 
 
 class _Costs:
-    """Measures one run of a stage, and adds its costs to those of earlier runs."""
+    """Measures one run of a stage, and combines its costs with those of earlier runs."""
 
     def __init__(self, name: str):
         self.name = name
@@ -111,7 +111,7 @@ class _Costs:
         self._cpu_seconds |= cpu_seconds
 
     def write(self) -> None:
-        """Write the costs so far, added to those of earlier runs, to report/stages.json."""
+        """Write the stage's total times and peak memory, over all runs, to report/stages.json."""
         seconds = time.monotonic() - self._start
         ended_seconds = _ended_children() - self._ended_before
         cpu_seconds = max(sum(self._cpu_seconds.values()), ended_seconds)

@@ -20,7 +20,7 @@ from nanochat.platforms.base import Platform
 def check(compute: Compute, compile: bool | None = None) -> None:
     """Raise UserError if training passes cannot be captured.
 
-    That is so on some devices, with more than one rank, and together with --compile.
+    That is so on some devices, with more than one rank, and together with --compile (exit code 2).
     """
     if compile:
         raise UserError(
@@ -144,8 +144,8 @@ class StepGraph:
     ):
         """Prepare to capture `function` on `platform`.
 
-        The first call runs the function normally, which must come before a capture, and the second
-        call captures it.
+        The first call runs the function normally, as is necessary before a capture. The second call
+        captures and replays it.
         """
         self._platform = platform
         self._function = function

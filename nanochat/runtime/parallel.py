@@ -107,8 +107,8 @@ def mesh_shape(mode: Sharding, compute: Compute) -> tuple[int, int]:
     """Return the number of copies of the model, and the number of ranks that share each copy.
 
     In mode "none", every rank has a copy. Otherwise, each host has one (HSDP), so that parameters
-    are not gathered across the network; but if hosts have one rank each or different numbers of
-    ranks, all ranks share a single copy.
+    are not gathered across the network; but if this host has a single rank, or a number of ranks
+    that does not divide the world size, all ranks share a single copy.
     """
     if mode == "none":
         return compute.world_size, 1
@@ -185,8 +185,8 @@ def _unsharded(model: nn.Module, mode: Sharding, compute: Compute) -> set[nn.Par
     """Return the parameters that shard() leaves whole on every rank."""
     unsharded = set()
     for parameter in model.parameters():
-        # Frozen parameters need no gradients, so only "full" shards them. One-dimensional ones
-        # always stay whole, since sharding would cast them, and norms stay fp32 on one device.
+        # Frozen parameters need no gradients, so only "full" shards them, except vectors: these
+        # stay whole, since sharding would cast them, and norms stay fp32 on one device.
         is_small = parameter.dim() == 1
         if not parameter.requires_grad and (mode != "full" or is_small):
             unsharded.add(parameter)
@@ -202,7 +202,7 @@ def _is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:
-    """Let the next pass reduce gradients and free gathered parameters only if it is the `last`.
+    """Make the next pass reduce gradients and free gathered parameters only if `last` is true.
 
     Call this before each pass of a step. With --shard=full, every pass does both regardless. For an
     unsharded model, this does nothing.
@@ -229,7 +229,7 @@ def _reshard(model: nn.Module) -> None:
 def average_rows(model: nn.Module, compute: Compute) -> None:
     """Average the gradients of unsharded tables over the ranks.
 
-    Each rank sends only its nonzero rows, padded to the largest number on any rank. Every rank gets
+    Each rank sends only its nonzero rows, padded to the largest count on any rank. Every rank gets
     the same sparse gradient, so that all copies of a table stay identical.
     """
     if compute.world_size == 1:
@@ -269,7 +269,7 @@ def _unpadded(tensors: list[Tensor], lengths: list[int]) -> Tensor:
 
 
 def gathered(tensor: Tensor, ranks: int, group: ProcessGroup | None = None) -> list[Tensor]:
-    """Return the tensors of all ranks in `group`, in the order of the ranks.
+    """Return the tensors that the ranks in `group` pass, in the order of the ranks.
 
     `ranks` is the size of the group, which is all ranks by default. All tensors must have the same
     shape and dtype.
@@ -280,7 +280,7 @@ def gathered(tensor: Tensor, ranks: int, group: ProcessGroup | None = None) -> l
 
 
 def nonzero_rows(gradient: Tensor) -> tuple[Tensor, Tensor]:  # (R, C) -> (n,), (n, C)
-    """Return the indices and values of a gradient's nonzero rows, or its stored rows if sparse."""
+    """Return the indices and values of a gradient's nonzero rows or, if sparse, its stored rows."""
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         return gradient.indices()[0], gradient.values()
@@ -288,7 +288,7 @@ def nonzero_rows(gradient: Tensor) -> tuple[Tensor, Tensor]:  # (R, C) -> (n,), 
     return rows, gradient[rows]
 
 
-# --- numbers of all ranks ------------------------------------------------------------------------
+# --- values of all ranks -------------------------------------------------------------------------
 
 
 def total(values: list[float], compute: Compute) -> list[float]:
@@ -377,10 +377,10 @@ class ParameterShard:
 
 
 def parameter_shards(model: nn.Module) -> dict[str, ParameterShard]:
-    """Return a dict with this rank's shard of every trained parameter, without gathering anything.
+    """Return a dict from each trained parameter's name to this rank's shard, without gathering.
 
-    The shards make up the copy of the model that rank 0 belongs to; on other copies' ranks they are
-    empty.
+    All ranks' shards together make up one copy of the model, the one that rank 0 belongs to. Ranks
+    that hold further copies of a parameter get an empty shard of it.
     """
     _reshard(model)
     return {name: _shard_of(parameter) for name, parameter in trained(model)}
@@ -414,7 +414,7 @@ class Rows(Protocol):
 
 @torch.no_grad()
 def load_whole(model: nn.Module, values: Mapping[str, Rows]) -> None:
-    """Copy whole tensors into a model's trained parameters, by name; these may be sharded.
+    """Copy whole tensors by name into a model's trained parameters, which may be sharded.
 
     Each rank reads only the rows that it holds. Raises UserError if names or shapes differ.
     """

@@ -1,4 +1,4 @@
-"""Implements --profile: measures where the time of a training step goes, on every device.
+"""Implements --profile: measures where the time of a training step goes, on any kind of device.
 
 Four early steps are timed part by part, and three more are traced. Timing costs almost nothing, so
 its table describes the run as it is. Tracing slows a step down, but shows the time of each
@@ -107,7 +107,7 @@ class TorchTracer:
         return None if event.is_user_annotation() else Span(name, start, end, kind)
 
     def _times(self, spans: Sequence[Span]) -> Times:
-        """Return the number of calls and the total microseconds of each operator.
+        """Return a dict from each operator's name to its number of calls and total microseconds.
 
         On a CPU, an operator's time excludes the operators that it calls.
         """
@@ -181,7 +181,7 @@ def _microseconds(event: Any) -> Interval:
 
 @dataclass
 class _Step:
-    """The marks of a timed step: at each, the next part's name, the time and a device event."""
+    """The marks of a timed step, each with the next part's name, the time and a device event."""
 
     names: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -194,7 +194,7 @@ class Profile:
     def __init__(self, stage: str, folder: Path, steps_left: int, compute: Compute):
         """Prepare a profile that will be written to the folder `profile` inside `folder`.
 
-        Raises UserError (exit code 2) if `steps_left` is fewer steps than a profile needs.
+        Raises UserError (exit code 2) if `steps_left` is less than a profile needs.
         """
         check(steps_left)
         self.stage = stage

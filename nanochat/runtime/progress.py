@@ -158,7 +158,7 @@ class Progress:
         return f"{completed} of {amount(self.total, self.unit)} ({share:.0%})"
 
     def _own_work(self) -> float:
-        """Return the number of units that this process itself has completed."""
+        """Return the amount of work that this process itself has completed, in units."""
         return self.completed - self._skipped
 
     def _rate(self, seconds: float) -> str:

@@ -67,7 +67,7 @@ def caught(pulse: Pulse) -> Iterator[None]:
 
 
 def _say_what_happens(name: str, at_once: bool, twice_stops: bool) -> None:
-    """Write to standard error when the process will stop after a signal.
+    """Tell the user on standard error how soon the process will stop after a signal.
 
     This uses os.write(), because print() is not safe in a signal handler.
     """

@@ -93,7 +93,7 @@ def within(span: Interval, windows: Sequence[Interval]) -> list[Interval]:
 
 
 def device_time(spans: Sequence[Span], steps: Sequence[Interval]) -> Traced:
-    """Return how a device spent its time in an average step, without the list of operators.
+    """Return how a device spent its time in an average step, with an empty list of operators.
 
     `spans` are those of the device's operators, and `steps` the intervals of the traced steps.
     """
@@ -129,7 +129,7 @@ def top(times: Times, steps: int, count: int = 15) -> list[Operator]:
 
 
 def total_times(spans: Iterable[Span]) -> Times:
-    """Return the number of calls and the total microseconds of each operator, by name."""
+    """Return a dict from each operator's name to its number of calls and total microseconds."""
     times: Times = {}
     for span in spans:
         calls, microseconds = times.get(span.name, (0, 0.0))
@@ -193,7 +193,7 @@ def traced_table(traced: Traced, on_host: bool) -> str:
 
 
 def as_rows(step_parts: Sequence[StepPart]) -> list[dict[str, Any]]:
-    """Return a table row for the report, as a dict, for each part of a step."""
+    """Return a list of table rows for the report, with a dict for each part of a step."""
     step_ms = sum(step_part.ms for step_part in step_parts)
     rows = []
     for step_part in step_parts:
@@ -203,7 +203,7 @@ def as_rows(step_parts: Sequence[StepPart]) -> list[dict[str, Any]]:
 
 
 def as_json(step_parts: Sequence[StepPart], traced: Traced | None) -> dict[str, Any]:
-    """Return a dict of a step's parts and the trace that can be written as JSON."""
+    """Return a step's parts and the trace as a dict that can be written as JSON."""
     return {
         "parts": [asdict(step_part) for step_part in step_parts],
         "traced": None if traced is None else asdict(traced),

@@ -25,7 +25,7 @@ def _is_installed(package: str) -> bool:
 
 
 def parse_trackers(text: str, run: str = NO_RUN) -> dict[str, str]:
-    """Return a dict from each tracker in a list such as `swanlab,wandb:offline` to its mode or "".
+    """Return a dict from each tracker in `text`, such as swanlab,wandb:offline, to its mode or "".
 
     A `run` other than "dummy" names a wandb run, and adds wandb. Raises UserError if a name or mode
     is unknown, a name is repeated, or a tracker's library is not installed (exit code 2, or 1 if
@@ -83,12 +83,12 @@ class Tracker:
         track: str = "jsonl",
         name: str = "",
     ):
-        """Open metrics.jsonl after `step` updates, and start the other trackers.
+        """Open metrics.jsonl for a run that has made `step` updates, and start the other trackers.
 
         Lines of later steps, which an interrupted run has left, are dropped, and all lines if
         `step` is 0. `track` lists the trackers, and `name` is the run's name in them. `run` names a
         wandb run; "dummy" means none. The attribute `last` is the step of the last line that is
-        left, or -1.
+        left, or -1. Raises UserError if `track` cannot be used, or wandb cannot start `run`.
         """
         self.last = -1
         self._jsonl: Jsonl | None = None

@@ -37,9 +37,9 @@ class Watch:
     """A thread on each rank that reports the rank's progress, and checks that of other ranks.
 
     Ranks report their progress in the launcher's store. A rank makes progress when it calls
-    pulse.beat(), for example in each step. If a rank then makes none for `seconds`, it compares how
-    many collectives each rank has begun. Ranks that wait in a collective have begun it, so the rank
-    that hangs has begun the fewest.
+    pulse.beat(), for example in each step. A rank that has made progress before, but none for
+    `seconds`, compares how many collectives each rank has begun. Ranks that wait in a collective
+    have begun it, so the rank that hangs has begun the fewest.
     """
 
     def __init__(self, compute: Compute, seconds: float):
@@ -77,7 +77,7 @@ class Watch:
         self.store.set(str(self.compute.rank), json.dumps(beat))
 
     def _place(self) -> str:
-        """Return the main thread's file, line and function, if possible in this project's code."""
+        """Return the main thread's position as "file:line function", preferably in this project."""
         innermost: FrameType | None = sys._current_frames().get(self._main_thread or 0)
         frame = innermost
         while frame is not None and not _is_ours(frame):
@@ -90,14 +90,14 @@ class Watch:
     # --- what it reads from other ranks ----------------------------------------------------------
 
     def _last_beat(self, rank: int) -> Beat:
-        """Return the last beat that a rank has written, or {} if there is none."""
+        """Return the last beat that a rank has written to the store, or {} if there is none."""
         key = str(rank)
         if not self.store.check([key]):
             return {}
         return json.loads(self.store.get(key))
 
     def last_beats(self) -> dict[int, Beat]:
-        """Return a dict with the last beat of each rank that has written one."""
+        """Return a dict from each rank that has written a beat to its last one."""
         beats = {rank: self._last_beat(rank) for rank in range(self.compute.world_size)}
         return {rank: beat for rank, beat in beats.items() if beat}
 
@@ -178,8 +178,8 @@ class Watch:
     def gone(self) -> str:
         """Return a message that names the ranks that have died, or "" if there are none.
 
-        Call this after a collective has failed. It waits a few seconds (CONFIRM_SECONDS), and takes
-        ranks without a new beat for dead.
+        Call this after a collective has failed. Ranks that write no beat within the next few
+        seconds (CONFIRM_SECONDS) count as dead.
         """
         before = self.last_beats()
         deadline = time.monotonic() + CONFIRM_SECONDS
@@ -256,7 +256,7 @@ def over(compute: Compute, seconds: float) -> Iterator[None]:
     """Let the ranks watch each other inside this block; with 0 seconds or one rank, do nothing.
 
     A rank that makes no progress for `seconds` counts as hanging. If the block raises RuntimeError,
-    as a failed collective does, and a rank has died, raise a UserError that names this rank
+    as a failed collective does, and other ranks have died, raise a UserError that names them
     instead.
     """
     if compute.world_size == 1 or seconds <= 0:
@@ -286,9 +286,9 @@ def over(compute: Compute, seconds: float) -> Iterator[None]:
 
 
 def guarded(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
-    """Return a training script's main function, which calls `work` with this rank's Compute.
+    """Return a training script's main function, which calls `work` with the flags and a Compute.
 
-    Meanwhile, a signal makes the run save and stop, and the ranks watch each other; see over().
+    While `work` runs, a signal makes it save and stop, and the ranks watch each other; see over().
     """
 
     def guard(cfg: Any, compute: Compute) -> None:

@@ -53,7 +53,7 @@ class Costs:
         """Read the records of earlier compilations.
 
         `key` identifies what is compiled, and `parts` is the number of layers to compile. If layers
-        are compiled one by one, layers of the same kind count only once.
+        are compiled one by one, those with the same shapes count only once.
         """
         self.key = key
         self.parts = parts
@@ -63,7 +63,7 @@ class Costs:
             self.records = read_json(self.file)
 
     def estimate(self) -> tuple[float, str]:
-        """Return the estimated seconds to compile, and a phrase on whether code is cached."""
+        """Return the estimated seconds to compile, and a phrase that says if the code is cached."""
         record = self.records.get(self.key, {})
         if "again" in record:
             return record["again"], "from the cache"
@@ -100,8 +100,8 @@ def _costs(
 ) -> Costs:
     """Return the recorded costs of compiling this model.
 
-    Their key is a hash of the model's sizes, the shape of a pass, the device, and the code and the
-    version of torch that compute the model.
+    They are recorded under a hash of what affects compiling, such as the model's sizes and code,
+    the shape of a pass, the device and the version of torch.
     """
     classes = (*type(model).__mro__[:-2], *type(compute.operations).__mro__[:-1])
     code = [Path(inspect.getfile(kind)).read_bytes() for kind in classes]
@@ -125,8 +125,8 @@ def _pays(ahead: Ahead, cost: float, time_pass: Callable[[], float], compute: Co
     """Return whether compiling should save more time in the remaining steps than it takes.
 
     Rank 0 decides for all ranks. A step's time is first estimated from the device's peak speed,
-    which is a lower bound. If that is not enough to decide and at least TIMED_STEPS steps remain, a
-    pass is timed.
+    which is a lower bound. If that does not show that compiling pays, a pass is timed, unless too
+    few steps remain (TIMED_STEPS).
     """
     if parallel.agree(int(SAVED * ahead.steps * ahead.least_seconds > cost), compute):
         return True

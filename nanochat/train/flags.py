@@ -174,10 +174,10 @@ class StageFlags:
     """replies to held-out prompts to keep at each measurement, as the page /runs shows them; 0: none"""
 
     def own_tag(self, parent_tag: str, file: str | None) -> str:
-        """Return the tag of this stage's checkpoints: --out_tag, or else based on the parent's tag.
+        """Return the tag of this stage's checkpoints: --out_tag, or else one based on `parent_tag`.
 
-        The name of the user's `file` is added to the parent's tag, so that a model that learns from
-        the file does not replace the one that learned from the corpus.
+        The name of the user's `file`, if any, is added to the parent's tag, so that a model that
+        learns from the file does not replace the one that learned from the corpus.
         """
         return named_after(parent_tag, file) if self.out_tag is None else self.out_tag
 
@@ -209,8 +209,8 @@ class Epochs:
     def steps(self, items: int, items_per_step: int, smaller_steps: str) -> int:
         """Return the number of steps that the flags ask for.
 
-        If the number follows from num_epochs and is below FEW_STEPS, warn, and advise
-        `smaller_steps`, such as "a smaller --total_batch_size".
+        If the number follows from num_epochs and is too small to learn much (FEW_STEPS), warn, and
+        advise `smaller_steps`, such as "a smaller --total_batch_size".
         """
         if self.num_iterations is not None:
             return self.num_iterations

@@ -33,7 +33,7 @@ def set_up(
     `scale` multiplies every learning rate, and `table_momentum` is AdamW's first beta for
     embeddings and head. If the model was built on meta, `fill` must set its parameters; it is
     called after sharding, so that no rank holds more than its share. Raises UserError if the disk
-    cannot hold the checkpoints.
+    cannot hold two checkpoints.
     """
     module = cast(nn.Module, model)
     trained = sum(parameter.numel() for _, parameter in parallel.trained(module))

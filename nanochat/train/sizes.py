@@ -53,8 +53,8 @@ def model_config(
 ) -> ModelConfig:
     """Return the configuration of a model, choosing all sizes that are "auto".
 
-    If `bigram_rows` is "auto", a GPT gets bigrams unless the corpus has no use for them;
-    keep_bigrams() later removes them if the text is read too often. The MLP of a Qwen3 has 8/3
+    If `bigram_rows` is "auto", a GPT gets a bigram table unless it would teach little about the
+    corpus; keep_bigrams() later removes it if the text is read too often. A Qwen3's MLP has 8/3
     times as many channels as the model, so that its layers have about as many parameters as a
     GPT's. Raises UserError (exit code 2) if the sizes are invalid or do not fit together.
     """
@@ -157,7 +157,7 @@ def table_rows(requested: int | Auto, vocab_size: int) -> int:
 
 
 def keep_bigrams(shape: Shape, requested: int | Auto, epochs: float) -> Shape:
-    """Return the shape of a model, without bigrams if the text is read more than twice.
+    """Return the shape of a model, without its bigram table if `epochs` is more than two.
 
     If `requested` is not "auto", the shape is returned unchanged.
     """
@@ -169,7 +169,10 @@ def keep_bigrams(shape: Shape, requested: int | Auto, epochs: float) -> Shape:
 
 
 def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Compute) -> None:
-    """Raise UserError if parameters, gradients and optimizer state do not fit into free memory."""
+    """Raise UserError if parameters, gradients and one moment per parameter exceed free memory.
+
+    The exit code is 2 if they exceed even the total memory.
+    """
     _, shards = parallel.mesh_shape(mode, compute)
     ranks_in_one_memory = parallel.ranks_in_memory(compute)
     needed = STATE_BYTES * parameters / shards * ranks_in_one_memory
@@ -379,8 +382,8 @@ def batch(
 def _step_tokens(corpus: str, tokens: float | None) -> tuple[int, str]:
     """Return a number of tokens per step that suits the corpus or the run, and the reason for it.
 
-    If the corpus does not call for a certain number, the number follows from `tokens`, the length
-    of the whole run, or is the default if that is None.
+    If the corpus does not call for a certain number, it follows from `tokens`, the number of tokens
+    in the whole run, or is the default if that is None.
     """
     of_corpus = traits(corpus).step_tokens
     if of_corpus is not None:
@@ -481,8 +484,8 @@ def _device_rows(shape: ModelConfig, parameters: int, compute: Compute) -> tuple
 def memory_of(rows: int, shape: ModelConfig, parameters: int, shards: int = 1) -> float:
     """Return the bytes that training takes on one device with passes of `rows` rows.
 
-    They consist of activations and, per parameter, an fp32 master weight, a gradient and two
-    moments. With several shards, each holds its share of the master weights and moments and,
+    The estimate covers activations and, per parameter, an fp32 master weight, a gradient and two
+    moments. With several shards, a device holds its share of the master weights and moments and,
     between passes, the whole gradient and a copy of the weights to compute with.
     """
     state_bytes = 16 if shards == 1 else 6 + 12 / shards
@@ -491,9 +494,10 @@ def memory_of(rows: int, shape: ModelConfig, parameters: int, shards: int = 1) -
 
 
 def rows_that_fit(memory: float, shape: ModelConfig, parameters: int) -> int:
-    """Return the largest power of two of rows per pass that fits into 80 % of `memory` bytes.
+    """Return the largest number of rows per pass, a power of two, that fits into `memory` bytes.
 
-    Master weights, gradients and optimizer state must fit, too. The result is at least 1.
+    The rows must fit into 80 % of the memory together with master weights, gradients and optimizer
+    state. The result is at least 1, even if one row does not fit.
     """
     state = memory_of(0, shape, parameters)
     of_row = memory_of(1, shape, parameters) - state

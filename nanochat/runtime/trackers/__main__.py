@@ -28,8 +28,8 @@ def make(name: str, start: Start) -> Shown:
 def serve(name: str, lines: TextIO, answers: TextIO) -> None:
     """Start a tracker, pass it the metrics in each line, and close it after the last line.
 
-    It answers with its state: "ready", then "done", or "failed" and why. The lines also end if the
-    training process is killed.
+    The tracker's state is written to `answers`: "ready", then "done", or "failed" and why. The
+    lines also end if the training process is killed.
     """
 
     def answer(**content: str) -> None:

@@ -92,7 +92,7 @@ class Beside:
         self._name_failure()
 
     def abandon(self) -> None:
-        """End the tracker's process, and any processes that its library has started.
+        """End the tracker's process, and any processes that its library has started in its group.
 
         A tracker that has reported that it is done gets a few seconds to exit by itself.
         """

@@ -8,7 +8,7 @@ from nanochat.runtime.trackers.start import Start
 
 
 class Wandb:
-    """A wandb run, which WANDB_MODE and wandb's other environment variables affect as usual."""
+    """A wandb run; a mode that the user gives in --track takes precedence over WANDB_MODE."""
 
     def __init__(self, start: Start):
         mode: Any = start.mode or None

@@ -51,7 +51,7 @@ def of_run(
 def of_speedrun(depth: int, tokens: float, checkpoint: float, vocab_size: int) -> float:
     """Return the most bytes that a speedrun takes on disk for a model of the given depth.
 
-    If there is no preset for the depth, it downloads enough shards to hold `tokens` tokens.
+    Without a preset for the depth, a speedrun downloads enough shards to hold `tokens` tokens.
     """
     shards = SHARDS.get(depth) or math.ceil(tokens / SHARD_TOKENS)
     texts = {CORPUS: (shards + 1) * SOURCES[CORPUS].file_bytes}  # one more shard for validation

@@ -24,7 +24,7 @@ def budget(compute: Compute) -> int:
 
 
 def start_watch(compute: Compute) -> None:
-    """Give cached memory back to the device, and start a new measurement for peak()."""
+    """Give cached memory back to the device, and restart peak(); on a CPU, do nothing."""
     compute.platform.start_memory_watch()
 
 

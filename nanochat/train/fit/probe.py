@@ -19,9 +19,9 @@ from nanochat.train.sizes import Batch
 def fit(batch: Batch, model: Model, optimizers: Optimizers, length: int, compute: Compute) -> Batch:
     """Return the split of a step into the largest passes that fit into the memory of every rank.
 
-    Every rank must call this. If the user gave a size, or on a CPU, where larger passes are no
-    faster, `batch` is returned unchanged. The model is left unchanged. Raises UserError if not even
-    one row fits.
+    Every rank must call this. If the user gave the number of rows or passes, or on a CPU, where
+    larger passes are no faster, `batch` is returned unchanged. The model is left unchanged. Raises
+    UserError as largest() does, for example if not even one row fits.
     """
     if not batch.probe or compute.platform.pass_tokens is not None:
         return batch
@@ -69,7 +69,7 @@ def largest(
     Each `attempt` returns a peak in bytes, on which the ranks then decide together. From the third
     attempt on, the search stops if extrapolating the last two shows that the next size would not
     fit, because no rank may run out of memory alone while the others wait for it. Raises UserError
-    if that happens, or if not even the smallest size fits.
+    if one of several ranks still runs out of memory, or if not even the smallest size fits.
     """
     budget = parallel.least(budget, compute)
     tried: list[tuple[int, int]] = []  # (size, the most bytes that any rank took)
