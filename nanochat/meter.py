@@ -159,7 +159,7 @@ class Meter:
 
 
 def step_line(line: Mapping[str, Any], steps: int, eta: float) -> str:
-    """Return a step's line in the log.
+    """Return a step's line for the log.
 
     The running mean of the loss comes before the loss of this step, and the time left comes last.
     """
@@ -192,7 +192,7 @@ def listed(figures: Mapping[str, float]) -> str:
 class SaveClock:
     """Decides when it is time to save: every `seconds`, or less often if saving is slow.
 
-    Such saves take at most about three percent of a run. If `seconds` is 0 or less, no save is due
+    Saves by time take at most about three percent of a run. If `seconds` is 0 or less, no save is due
     by time.
     """
 
