@@ -184,7 +184,7 @@ def folder_for_scripts() -> Path:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file's content or, where the file system can, a folder's entries to disk."""
+    """Flush a file's content to disk or, if the file system supports it, a folder's entries."""
     try:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -294,8 +294,8 @@ def parse_json(text: str | bytes) -> Any:
 def read_json(path: Path) -> Any:
     """Return the value in a JSON file.
 
-    Raises UserError, caused by a ValueError with the reason, if the path is not a regular file or
-    the file is too large or not JSON. Raises OSError if it is missing.
+    Raises UserError, caused by a ValueError with the reason, if the file is not a regular file, is
+    too large or is not JSON. Raises OSError if the file is missing.
     """
     try:
         check_regular(path)

@@ -143,7 +143,7 @@ class Rows:
         return epoch_numbers(self.count, self._seed, first, count, self._order)
 
     def targets_in(self, first: int, count: int) -> int:
-        """Return the number of targets (not ignored) in rows first .. first + count - 1."""
+        """Return the number of targets in rows first .. first + count - 1, without ignored ones."""
         plan_rows = self.plan_rows(first, count)
         return int(self._target_counts[plan_rows].sum(dtype=np.int64))
 
@@ -361,7 +361,7 @@ class MixedRows:
         return plan_rows
 
     def targets_in(self, first: int, count: int) -> int:
-        """Return the number of targets (not ignored) in rows first .. first + count - 1."""
+        """Return the number of targets in rows first .. first + count - 1, without ignored ones."""
         begins = self.rows_before(first)
         ends = self.rows_before(first + count)
         targets = 0
@@ -517,7 +517,7 @@ def conversation_rows(
     too_long: TooLong | None = None,
     pairs: bool = False,
 ) -> Rows:
-    """Return rows of `length` tokens made of conversations; plan() says how long ones are cut.
+    """Return rows of `length` tokens made of conversations; see plan() for those that do not fit.
 
     Rows describes `seed` and `masked`. With `too_long`, which plan() describes, the rows are
     PackedRows; with `pairs` as well, they are PairRows.

@@ -348,7 +348,7 @@ def clear_overflow(compute: Compute) -> None:
 
 
 def overflows(compute: Compute) -> list[torch.Tensor]:
-    """Return flags (1,) in a list, nonzero if anything has overflowed since clear_overflow().
+    """Return a list of flags (1,); one is nonzero if anything overflowed since clear_overflow().
 
     The list is empty for formats other than fp16, and on chips that give inf instead of saturating.
     """

@@ -1,8 +1,8 @@
 """The GPT: rotary attention with sliding windows, value embeddings, squared-ReLU MLPs, untied head.
 
-The architecture follows upstream nanochat as of July 2026. In training, parameters are fp32 masters,
-and every use casts them to the compute dtype. Shapes: B batch, T time, C channels, H heads, Hkv heads of keys
-and values, D head dimension, V vocabulary.
+The architecture follows upstream nanochat as of July 2026. In training, parameters are fp32
+masters, and every use casts them to the compute dtype. Shapes: B batch, T time, C channels, H
+heads, Hkv heads of keys and values, D head dimension, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -431,7 +431,7 @@ class GPT(nn.Module):
         self.backout_lambda.fill_(0.2)
 
     def shard_groups(self) -> list[nn.Module]:
-        """Return the modules that each gather their parameters at once; see parallel.shard()."""
+        """Return the modules that each gather parameters as one group; see parallel.shard()."""
         return [
             *self.value_embeds.values(),
             *filter(None, [self.bigrams]),
@@ -494,7 +494,7 @@ class GPT(nn.Module):
         return resid_lambda * x + x0_lambda * x0, x0
 
     def backout(self, x: Tensor, middle: Tensor) -> Tensor:  # (B, T, C) each
-        """Subtract a share of `middle`, the stream halfway, from x, and return the result normed."""
+        """Return x minus a share of `middle`, normed; `middle` is the stream halfway through."""
         return rms_norm(x - self.backout_lambda.to(x.dtype) * middle)
 
     def hidden(self, idx: Tensor, context: Context | None = None) -> Tensor:  # (B, T) -> (B, T, C)

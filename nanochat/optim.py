@@ -95,7 +95,7 @@ class Rates:
         return replace(self, scalar_lr=self.scalar_lr * schedule.scalar_scale(tokens_per_step))
 
     def by_role(self, model_dim: int, table_momentum: float) -> dict[str, AdamWSettings]:
-        """Return the AdamW settings of every role, except for matrices that Muon steps.
+        """Return the AdamW settings of every role except adapters and, with Muon, matrices.
 
         `table_momentum` is the first beta of the embeddings, the value embeddings and the head.
         """

@@ -118,10 +118,10 @@ def open_folder(
 def parent_of(
     source: str, step: int | None, stage: str, flags: StageFlags, own_file: str | None
 ) -> tuple[Parent, str]:
-    """Return and log the checkpoint that a stage starts from, and the tag of its own checkpoints.
+    """Return and log the checkpoint that a stage starts from, and the tag for the stage's checkpoints.
 
     The checkpoint is the one of `step`, or the newest if `step` is None. `own_file` is the user's
-    own data file, if the stage learns from one. find_parent() describes the errors.
+    own data file, if the stage learns from one. Raises UserError as find_parent() does.
     """
     parent = find_parent(source, flags.model_tag, step)
     tag = flags.own_tag(parent.tag, own_file)
@@ -374,7 +374,7 @@ class Run:
         """Return the line that metrics.jsonl lacks for the resumed step, or None if it has one.
 
         A run that was stopped right after a save has not yet measured that step. At step 0 the line
-        holds only the step, and is written only if something is measured before the first step.
+        is {"step": 0}, which is written only if something is measured before the first step.
         """
         owed = parallel.agree(int(self._tracker.last < self.step), self.compute)
         if self.step == 0:
@@ -560,7 +560,7 @@ class Run:
         return self._clock.due(self.compute, self._saver.busy, self._saver.failed)
 
     def _save(self) -> None:
-        """Start saving the last step in the background; with --graphs, wait until it is copied."""
+        """Save the last step in the background; with --graphs, wait until its state is copied."""
         assert self._line is not None
         state = {
             "meter": self.meter.state(),
@@ -586,7 +586,7 @@ class Run:
     # --- the end ---------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Close the tracker, await the last checkpoint, report a complete stage, log the folder."""
+        """Close the tracker, await the last save, report a complete stage, and log the folder."""
         self._tracker.close()
         self._saver.wait()
         folder = self.folder

@@ -128,8 +128,9 @@ class Tokenizer:
     ) -> "Tokenizer":
         """Learn a vocabulary of exactly `vocab_size` tokens, and return its tokenizer.
 
-        `vocab_size` includes the special tokens. `progress` is called with ("read", texts so far,
-        the long ones counted in pieces) and ("merge", tokens so far), unless the published rustbpe is installed.
+        `vocab_size` includes the special tokens. `progress` is called with ("read", texts so far),
+        where the pieces of a long text count separately, and ("merge", tokens so far), unless the
+        published rustbpe is installed.
 
         Raises UserError (exit code 2) if the pattern is unknown, or if `vocab_size` is too small
         for the bytes and the special tokens or too large for rustbpe. Raises UserError if rustbpe
