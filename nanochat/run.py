@@ -118,7 +118,7 @@ def open_folder(
 def parent_of(
     source: str, step: int | None, stage: str, flags: StageFlags, own_file: str | None
 ) -> tuple[Parent, str]:
-    """Return and log the checkpoint that a stage starts from, and the tag for the stage's checkpoints.
+    """Log and return the checkpoint that a stage starts from, and the tag of those it writes.
 
     The checkpoint is the one of `step`, or the newest if `step` is None. `own_file` is the user's
     own data file, if the stage learns from one. Raises UserError as find_parent() does.
