@@ -148,7 +148,7 @@ class PlainAttention:
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:  # (B, T, H, D)
-        """Compute attention to a cache by its rows' lengths.
+        """Compute attention to a cache from the lengths of its rows, without a mask.
 
         Returns None if the device needs a mask.
         """

@@ -62,7 +62,7 @@ RANK_0_SECONDS = 10
 def visible(text: str) -> str:
     """Return a text with characters that could control a terminal spelled out, such as `\\x1b`.
 
-    A message may quote the name of a file, and no file name may have power over a terminal.
+    A message may quote a file name, which must not be able to control the terminal.
     """
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
@@ -138,7 +138,7 @@ class Pulse:
             self.step = step
 
     def ask(self, why: str) -> None:
-        """Ask this process to save and stop at its next step, and keep the first reason given."""
+        """Ask this process to save and stop as soon as it can; only the first reason is kept."""
         self.stop_reason = self.stop_reason or why
 
 
@@ -184,7 +184,7 @@ def folder_for_scripts() -> Path:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file's content to disk or, for a folder, the renames in it if the file system can."""
+    """Flush a file's content to disk or, if the file system supports it, a folder's entries."""
     try:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -198,10 +198,10 @@ def fsync_path(path: Path) -> None:
 
 @functools.cache
 def _leftovers(folder: str) -> dict[str, list[str]]:
-    """Map the name of each file in a folder to the paths of its temporary files.
+    """Return the paths of a folder's temporary files, by the name of the file each should replace.
 
-    Killed writes leave such files. The folder is listed once per process, because in a folder of
-    many files listing costs more than the write itself.
+    Killed writes leave such files behind. A folder is listed only once per process, because listing
+    a large folder takes longer than a write.
     """
     leftovers: dict[str, list[str]] = {}
     for file in os.scandir(folder):
@@ -251,7 +251,7 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Return a value as JSON text; non-ASCII text is unescaped, and NaN and infinities are null."""
+    """Return a value as JSON, with non-ASCII text unescaped and null for NaN and infinities."""
     return json.dumps(_finite(value), ensure_ascii=False, indent=indent, allow_nan=False)
 
 
@@ -272,7 +272,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def check_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> None:
-    """Raise ValueError if a path is not a regular file or has more than `max_bytes` bytes."""
+    """Raise ValueError if an existing path is not a regular file of at most `max_bytes` bytes."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is not a regular file")
@@ -283,7 +283,7 @@ def check_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> None:
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
-    Raises ValueError if it is not JSON or is nested too deeply.
+    Raises ValueError if the text is not JSON or is nested too deeply.
     """
     try:
         return json.loads(text)
@@ -294,8 +294,8 @@ def parse_json(text: str | bytes) -> Any:
 def read_json(path: Path) -> Any:
     """Return the value in a JSON file.
 
-    Raises UserError, with a ValueError that gives the reason as its cause, if the file is not a
-    regular file, is too large or is not JSON.
+    Raises UserError, caused by a ValueError with the reason, if the file is not a regular file, is
+    too large or is not JSON. Raises OSError if the file is missing.
     """
     try:
         check_regular(path)
@@ -368,8 +368,8 @@ class OldFlags:
     def translated(self, argv: Sequence[str], current: Container[str]) -> list[str]:
         """Return a command line with current flags in place of renamed and replaced ones.
 
-        `current` holds the names of the program's flags. Raises UserError (exit code 2) if a flag
-        was removed.
+        `current` holds the names of the program's flags. Every replacement is printed as a warning.
+        Raises UserError (exit code 2) if a flag was removed.
         """
         words = []
         for word in argv:
@@ -406,10 +406,9 @@ _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 
 def _switch_kind(annotation: Any) -> str:
-    """Return how tyro reads a field of this type, if it is a switch.
+    """Return how tyro reads a switch of this type, or "" if the type is not that of a switch.
 
-    The kinds are "flag" (--x, --no-x) for bool, "value" (--x True) for bool | None, and "" for all
-    other types.
+    A bool is a "flag" (--x, --no-x); a union with bool, such as bool | None, a "value" (--x True).
     """
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
@@ -422,7 +421,8 @@ def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
     """Return a command line with every switch in the form that tyro reads.
 
     Users may write `--flag`, `--no-flag`, `--flag=VALUE` or `--flag VALUE`, with True, False, 1, 0,
-    yes or no as VALUE. A leading `--`, which torchrun users write, is dropped.
+    yes or no as VALUE. A leading `--`, which torchrun users write, is dropped. Raises UserError
+    (exit code 2) if `=` is followed by another value.
     """
     words = list(argv)
     if words[:1] == ["--"]:
@@ -546,7 +546,7 @@ def appendix(name: str) -> Any:
 
 
 def required_appendix(name: str, purpose: str) -> Any:
-    """Import and return the module that `purpose` needs, or raise UserError (exit code 2)."""
+    """Import and return the module `name`, or raise UserError (exit code 2) if it is missing."""
     module = appendix(name)
     if module is None:
         missing = f"{purpose} needs {name}, which this copy of nanochat does not have"
@@ -620,7 +620,7 @@ def _run(
 
 
 def _disk_message(failure: OSError) -> str | None:
-    """Return the message for a full disk or a file without permission, or None for other errors."""
+    """Return the message for a full disk or denied access to a named file, else None."""
     place = failure.filename or base_dir()
     if failure.errno in DISK_FULL:
         return tr(
@@ -658,7 +658,7 @@ def _wait_for_rank_0() -> None:
 
 
 def note_end(message: str) -> None:
-    """Write why this rank ends to any files that torchrun and the calling script print last."""
+    """Write why this rank ends to the files, if any, that torchrun and the calling script print."""
     alone = os.environ.get("WORLD_SIZE", "1") in ("", "1")
     reason = message if alone else f"{message} (rank {rank()})"
     # torchrun prints the call stack of the earliest failure. The ranks that it ends itself get a
@@ -679,10 +679,10 @@ def _write_for_parent(variable: str, text: str) -> None:
 
 
 def complain(message: str) -> None:
-    """Print and note why this process ends.
+    """Print why this process ends, and pass the message to note_end().
 
-    Most mistakes stop every rank. Ranks other than 0 wait before they print, because the launcher
-    ends them once rank 0 has printed the message and exited.
+    Most mistakes stop every rank. Ranks other than 0 wait first, because the launcher ends them
+    once rank 0 has printed the message and exited.
     """
     _wait_for_rank_0()
     note_end(message)

@@ -89,14 +89,14 @@ class Context(Protocol):
         ...
 
     def read(self, name: str, layer: int) -> Tensor | None:
-        """Return the named state of a recurrent layer before the first token of the pass.
+        """Return the state `name` of a recurrent layer, as it is before the pass.
 
         Returns None if every sequence begins with this pass.
         """
         ...
 
     def write(self, name: str, layer: int, state: Tensor) -> None:
-        """Store the named state of a recurrent layer after the last real token of the pass."""
+        """Store the state `name` of a recurrent layer after the last real token of the pass."""
         ...
 
     def finish(self) -> None:
@@ -286,7 +286,7 @@ class Cached:
         on.
         """
         keys = self.cache.k[layer, self.slots]
-        # Nothing is ever stored in advance at position 0, so an empty slot has a zero there.
+        # Nothing is ever stored in advance at position 0, so the half that is used is zero there.
         first = keys[self._row, self.positions[:, :1]]
         keys[self._row, self.positions[:, -1:] + 1] = k[:, -1:].to(keys.dtype)
         return torch.cat((first.to(k.dtype), k[:, :-1]), dim=1)

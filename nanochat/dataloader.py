@@ -143,7 +143,7 @@ class Rows:
         return epoch_numbers(self.count, self._seed, first, count, self._order)
 
     def targets_in(self, first: int, count: int) -> int:
-        """Count the targets, not ignored positions, in rows first .. first + count - 1."""
+        """Return the number of targets in rows first .. first + count - 1, without ignored ones."""
         plan_rows = self.plan_rows(first, count)
         return int(self._target_counts[plan_rows].sum(dtype=np.int64))
 
@@ -284,9 +284,9 @@ class MixedRows:
 
     Of every sum(shares) rows, shares[k] come from set k. Row n depends only on n: of the n rows
     before it, n * share // sum come from the last set, and the sets before it divide the remaining
-    rows in the same way. So every stretch of rows holds each set about in its share, and the rows
-    of each set come in their own order, none skipped or repeated. All sets must have rows of the
-    same length.
+    rows in the same way. So in every stretch of rows each set has about its share, and the rows of
+    each set come in their own order, none skipped or repeated. All sets must have rows of the same
+    length.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class MixedRows:
         """Interleave `sources` in proportion to `shares`, which are positive integers.
 
         `count` is the length of an epoch in rows; by default an epoch ends before any set begins
-        its second one. `key` names the sequence; by default it lists the keys of the sets and the
+        its second epoch. `key` names the sequence; by default it lists the keys of the sets and the
         shares.
         """
         assert len(sources) == len(shares) and min(shares) > 0, "a share for each set"
@@ -361,7 +361,7 @@ class MixedRows:
         return plan_rows
 
     def targets_in(self, first: int, count: int) -> int:
-        """Count the targets, not ignored positions, in rows first .. first + count - 1."""
+        """Return the number of targets in rows first .. first + count - 1, without ignored ones."""
         begins = self.rows_before(first)
         ends = self.rows_before(first + count)
         targets = 0
@@ -395,7 +395,7 @@ class Step:
 
     first_row: int
     num_targets: int  # over all ranks and micro-batches; the sum of losses is divided by it
-    micro_batches: list[tuple[torch.Tensor, ...]]  # (inputs, targets, *extras), int64 (b, T) each
+    micro_batches: list[tuple[torch.Tensor, ...]]  # (inputs, targets, *extras); see Rows.batch()
     extras: tuple[str, ...] = ()  # the names of the extras
 
 
@@ -517,7 +517,7 @@ def conversation_rows(
     too_long: TooLong | None = None,
     pairs: bool = False,
 ) -> Rows:
-    """Return rows of `length` tokens made of conversations; plan() says how long ones are cut.
+    """Return rows of `length` tokens made of conversations; see plan() for those that do not fit.
 
     Rows describes `seed` and `masked`. With `too_long`, which plan() describes, the rows are
     PackedRows; with `pairs` as well, they are PairRows.
@@ -580,9 +580,9 @@ def mixture_table(
     rows: Source,
     row_number: int,
 ) -> dict[str, Any]:
-    """Return a dict for the report whose "rows" list how much of each corpus has been read.
+    """Return a dict for the report, in which "rows" lists how much of each corpus has been read.
 
-    They are dicts, one for each corpus of a mixture, and count the rows before `row_number`. If
+    The list has a dict for each corpus of a mixture, which counts the rows before `row_number`. If
     `rows` is not a mixture, the result is {}.
     """
     if not isinstance(rows, MixedRows):

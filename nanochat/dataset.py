@@ -94,7 +94,7 @@ def main(cfg: Config) -> None:
 def make_corpus(cfg: Config) -> Corpus:
     """Make or fetch the corpus that the command line names, and return it.
 
-    Raises UserError (exit code 2) if it names none that exists.
+    Raises UserError (exit code 2) if the command line names no data, or data that does not exist.
     """
     if cfg.urls is not None:
         return _from_addresses(cfg, cfg.urls)
@@ -117,7 +117,7 @@ def make_corpus(cfg: Config) -> Corpus:
 
 
 def _from_addresses(cfg: Config, urls: str) -> Corpus:
-    """Fetch the files that --urls lists, and import them as a corpus.
+    """Fetch the files that --urls lists, and return the corpus made from them.
 
     Raises UserError (exit code 2) if --data or -n is given as well.
     """
@@ -129,7 +129,7 @@ def _from_addresses(cfg: Config, urls: str) -> Corpus:
 
 
 def _from_publisher(cfg: Config) -> Corpus:
-    """Fetch the first -n training shards of a published corpus, and its validation shard.
+    """Return a published corpus after fetching -n training shards and its validation shard.
 
     Raises UserError (exit code 2) if -n is missing or --data does not name a published corpus.
     """

@@ -174,7 +174,7 @@ def _dtype(platform: Platform) -> tuple[torch.dtype, str]:
 
 
 def compute_init(requested: str | None = None, kernels: str = "auto") -> Compute:
-    """Open this process's device and, under torchrun, join the process group.
+    """Open this process's device, join the process group under torchrun, and return a Compute.
 
     `requested` is a device type, or None or "" for the one chosen at import; `kernels` is the value
     of --kernels. On every device, CPU tensors are exchanged over gloo, so that ranks can share a
@@ -227,7 +227,7 @@ def _join(platform: Platform) -> None:
 
 
 def port_words(port: str) -> str:
-    """Return the message for a MASTER_PORT, at which ranks meet, that another process has taken.
+    """Return the message that another process uses MASTER_PORT, the port at which the ranks meet.
 
     The message says what to do, and names a free port.
     """
@@ -348,7 +348,7 @@ def clear_overflow(compute: Compute) -> None:
 
 
 def overflows(compute: Compute) -> list[torch.Tensor]:
-    """Return a list of flags (1,), not 0 if anything has overflowed since clear_overflow().
+    """Return a list of flags (1,); one is nonzero if anything overflowed since clear_overflow().
 
     The list is empty for formats other than fp16, and on chips that give inf instead of saturating.
     """

@@ -184,7 +184,7 @@ class Engine:
             )
 
     def _grammars(self) -> Any:
-        """Return the automata of JSON schemas.
+        """Return `schemas`, which makes the automata of JSON schemas.
 
         Raises UserError (exit code 2) if their module is not in this copy of nanochat.
         """
@@ -248,8 +248,8 @@ class Engine:
         """Complete every prompt `samples` times, and return the completions in order.
 
         All samples of the first prompt come first, then all samples of the second, and so on. The
-        seed of a sample depends only on the given seed, the sample's index and the prompt, whatever
-        else runs and on any number of ranks. `on_done` is called with the index of each finished
+        seed of a sample depends only on the given seed, the sample's index and the prompt, not on
+        other prompts or the number of ranks. `on_done` is called with the index of each finished
         completion and the completion itself. Raises UserError if submit() would, if the engine is
         busy, or if the model gives NaN, because its replies would then have no score.
         """

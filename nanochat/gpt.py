@@ -1,8 +1,8 @@
 """The GPT: rotary attention with sliding windows, value embeddings, squared-ReLU MLPs, untied head.
 
-The architecture follows upstream nanochat as of July 2026. Parameters are fp32 masters, and every
-use casts them to the compute dtype. Shapes: B batch, T time, C channels, H heads, Hkv heads of keys
-and values, D head dimension, V vocabulary.
+The architecture follows upstream nanochat as of July 2026. In training, parameters are fp32
+masters, and every use casts them to the compute dtype. Shapes: B batch, T time, C channels, H
+heads, Hkv heads of keys and values, D head dimension, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -363,7 +363,7 @@ class GPT(nn.Module):
 
     After constructing it, call init_weights() or load a checkpoint.
 
-    The model computes in `dtype` and casts its fp32 masters to it, so one checkpoint serves every
+    The model computes in `dtype` and casts its parameters to it, so one checkpoint serves every
     device. A platform may replace `attention`, and may swap the classes of modules for faster ones
     that have the same parameters.
     """
@@ -431,7 +431,7 @@ class GPT(nn.Module):
         self.backout_lambda.fill_(0.2)
 
     def shard_groups(self) -> list[nn.Module]:
-        """Return the modules that each gather their parameters together; see parallel.shard()."""
+        """Return the modules that each gather parameters as one group; see parallel.shard()."""
         return [
             *self.value_embeds.values(),
             *filter(None, [self.bigrams]),
@@ -494,7 +494,7 @@ class GPT(nn.Module):
         return resid_lambda * x + x0_lambda * x0, x0
 
     def backout(self, x: Tensor, middle: Tensor) -> Tensor:  # (B, T, C) each
-        """Subtract a share of `middle`, the stream halfway through, from x and norm the result."""
+        """Return x minus a share of `middle`, normed; `middle` is the stream halfway through."""
         return rms_norm(x - self.backout_lambda.to(x.dtype) * middle)
 
     def hidden(self, idx: Tensor, context: Context | None = None) -> Tensor:  # (B, T) -> (B, T, C)
@@ -583,8 +583,7 @@ class GPT(nn.Module):
     def flops_per_token(self) -> int:
         """Return the FLOPs of the forward and backward pass for one token (PaLM, appendix B).
 
-        Each entry of a matrix takes 6, and each key in the attention window takes 12 C in every
-        layer.
+        Each entry of a matrix takes 6 FLOPs, and each key in a layer's attention window 12 C.
         """
         matrices = sum(
             module.weight.numel() for module in self.modules() if isinstance(module, Linear)

@@ -1,6 +1,4 @@
-"""Linear layers and embedding tables that keep fp32 masters.
-
-A Linear computes in the format of its input, whatever the format of its parameters.
+"""Linear layers and embedding tables, whose parameters are fp32 masters in training.
 
 A Linear has two hooks: `multiply` replaces the matrix product, and `adapter` adds to its result. A
 device, a number format or a LoRA sets a hook, and the layers of the models stay as they are.
@@ -19,7 +17,7 @@ AddAdapter = Callable[[Tensor, Tensor], Tensor]  # x (..., inputs), W x (..., ou
 
 
 class Linear(nn.Linear):
-    """A linear layer with fp32 parameters that computes in the format of its input."""
+    """A linear layer that computes in the format of its input, whatever that of its parameters."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__(inputs, outputs, bias=bias)

@@ -184,7 +184,7 @@ def loss_and_gradients(
 
 
 class _Loss(torch.autograd.Function):
-    """Computes the loss and both gradients in one pass over chunks of tokens."""
+    """Computes the loss and the gradients of x and the head in one pass over chunks of tokens."""
 
     @staticmethod
     def forward(
@@ -212,7 +212,7 @@ class _Loss(torch.autograd.Function):
 def scaled_gradients(
     x_grad: Tensor, head_grad: Tensor | None, upstream: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return both gradients, multiplied by the gradient () that reaches the loss from above."""
+    """Return both gradients times `upstream` (), the gradient that reaches the loss from above."""
     if head_grad is not None:
         head_grad = head_grad * upstream.to(head_grad.dtype)
     return x_grad * upstream.to(x_grad.dtype), head_grad

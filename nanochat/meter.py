@@ -69,7 +69,7 @@ class Meter:
         compute: Compute,
         state: Mapping[str, Any],
     ) -> "Meter":
-        """Return a new meter, or the meter that a checkpoint has saved."""
+        """Return a new meter, or the one saved in `state`, and log what MFU is measured against."""
         peak, source = device.peak_flops(compute)
         log(f"mfu is measured against {peak / 1e12:.3g} TFLOP/s a rank ({source})")
         return Meter(
@@ -159,7 +159,7 @@ class Meter:
 
 
 def step_line(line: Mapping[str, Any], steps: int, eta: float) -> str:
-    """Return a step's line in the log.
+    """Return a step's line for the log.
 
     The running mean of the loss comes before the loss of this step, and the time left comes last.
     """
@@ -192,8 +192,8 @@ def listed(figures: Mapping[str, float]) -> str:
 class SaveClock:
     """Decides when it is time to save: every `seconds`, or less often if saving is slow.
 
-    Such saves take at most about three percent of a run. If `seconds` is 0 or less, no save is due
-    by time.
+    Saves by time take at most about three percent of a run. If `seconds` is 0 or less, there are
+    none.
     """
 
     def __init__(self, seconds: float = 60.0):

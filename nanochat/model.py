@@ -100,7 +100,7 @@ class Model(Protocol):
         ...
 
     def shard_groups(self) -> list[nn.Module]:
-        """Return the modules that each gather their parameters together; see parallel.shard()."""
+        """Return the modules that each gather parameters as one group; see parallel.shard()."""
         ...
 
     def compile_groups(self) -> list[nn.Module]:

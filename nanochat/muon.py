@@ -61,7 +61,7 @@ def equalize(
     """Return the matrices, each neuron divided by the root of its running mean square (NorMuon).
 
     A neuron is a row of a tall or square matrix, and a column of a wide one. Every matrix is then
-    scaled back to its norm.
+    scaled back to its original norm.
     """
     shorter = -1 if variance.size(-1) == 1 else -2
     mean_square = g.square().mean(dim=shorter, keepdim=True)

@@ -1,7 +1,7 @@
 """The optimizers: AdamW for tables, head and scalars, and Muon for the matrices inside layers.
 
-On a CPU, RowAdam steps the table of bigrams. muon.py has the arithmetic of Muon, and schedule.py
-says how the rates change during a run.
+On a CPU with a single rank, RowAdam steps the table of bigrams. muon.py has the arithmetic of Muon,
+and schedule.py says how the rates change during a run.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -95,7 +95,7 @@ class Rates:
         return replace(self, scalar_lr=self.scalar_lr * schedule.scalar_scale(tokens_per_step))
 
     def by_role(self, model_dim: int, table_momentum: float) -> dict[str, AdamWSettings]:
-        """Return the AdamW settings of every role, except for matrices that Muon steps.
+        """Return the AdamW settings of every role except adapters and, with Muon, matrices.
 
         `table_momentum` is the first beta of the embeddings, the value embeddings and the head.
         """
@@ -534,9 +534,9 @@ def saved_bytes(model: Model, rates: Rates | OneRate) -> int:
 
 
 def _make_sparse(model: nn.Module, tables: Sequence[Tensor]) -> bool:
-    """Switch the embeddings to sparse gradients if RowAdam can step them; return whether it can.
+    """Switch `tables` to sparse gradients if RowAdam can step them, and return whether it can.
 
-    It can if the tables are in a CPU's memory and are neither sharded nor replicated.
+    It can if they are in a CPU's memory and are neither sharded nor replicated.
     """
     place = place_of(tables[0])
     if place.shards * place.replicas > 1 or not tables[0].is_cpu:

@@ -118,10 +118,10 @@ def open_folder(
 def parent_of(
     source: str, step: int | None, stage: str, flags: StageFlags, own_file: str | None
 ) -> tuple[Parent, str]:
-    """Return the checkpoint that a stage starts from, and the tag of the stage's own checkpoints.
+    """Log and return the checkpoint that a stage starts from, and the tag of those it writes.
 
     The checkpoint is the one of `step`, or the newest if `step` is None. `own_file` is the user's
-    own data file, if the stage learns from one.
+    own data file, if the stage learns from one. Raises UserError as find_parent() does.
     """
     parent = find_parent(source, flags.model_tag, step)
     tag = flags.own_tag(parent.tag, own_file)
@@ -219,7 +219,7 @@ class Run:
         facts: Mapping[str, Any] | None = None,
         about: Mapping[str, Any] | None = None,
     ):
-        """Load the checkpoint to resume from, if there is one, into model and optimizers.
+        """Load the checkpoint to resume from, if there is one, into `model` and `optimizers`.
 
         `facts` are added to the report, and `about` to the meta.json of checkpoints. Raises
         UserError if the checkpoint belongs to another run.
@@ -301,7 +301,7 @@ class Run:
         return min(self.flags.stop_at or self.plan.steps, self.plan.steps)
 
     def _resume(self) -> Resumed:
-        """Load the checkpoint to resume from, if there is one, and return its step and state."""
+        """Lock the folder, load any checkpoint to resume from, and return its step and state."""
         flags = self.flags
         path = self.folder.path
         if "lora" in self.about:
@@ -366,15 +366,15 @@ class Run:
         describe_run(self.folder.path, {**about, **self._where()})
 
     def _where(self) -> dict[str, Any]:
-        """Return what reports say about the model, the device and the data."""
+        """Return a dict of what reports say about the model, the device and the data."""
         total = self.model.parameter_counts()["total"]
         return {**device.summary(self.compute, total), **self.facts}
 
     def _owed_line(self) -> dict[str, Any] | None:
-        """Return the metrics of the resumed step if metrics.jsonl lacks them, or else None.
+        """Return the line that metrics.jsonl lacks for the resumed step, or None if it has one.
 
-        A run that was stopped right after a save has not yet measured that step. At step 0 the
-        metrics are written only if something is measured before the first step.
+        A run that was stopped right after a save has not yet measured that step. At step 0 the line
+        is {"step": 0}, which is written only if something is measured before the first step.
         """
         owed = parallel.agree(int(self._tracker.last < self.step), self.compute)
         if self.step == 0:
@@ -384,9 +384,10 @@ class Run:
     def prepare(self, rows: Source, batch: Batch, loss: PassLoss = sum_of_losses) -> nn.Module:
         """Return the model to train with: captured, compiled or unchanged.
 
-        It is captured with --graphs, and otherwise compiled if --compile is given or compiling pays
-        off. `loss` must call the model as the training loop does, because other arguments would
-        compile another graph. A signal interrupts compilation at once by raising signals.Stopped.
+        It is captured with --graphs. Otherwise it is compiled with --compile or, by default, if
+        compiling pays off. `loss` must call the model as the training loop does, because other
+        arguments would compile another graph. A signal interrupts compilation at once by raising
+        signals.Stopped.
         """
         compute = self.compute
         length = rows.row_tokens - 1
@@ -511,7 +512,7 @@ class Run:
         )
 
     def mark(self, phase: str) -> None:
-        """Begin a phase of the step, to which --profile counts the time from now on."""
+        """Begin a phase of the step; --profile attributes the time from now on to it."""
         self._profile.mark(phase)
 
     def finish(
@@ -559,7 +560,7 @@ class Run:
         return self._clock.due(self.compute, self._saver.busy, self._saver.failed)
 
     def _save(self) -> None:
-        """Start saving the last step in the background."""
+        """Save the last step in the background; with --graphs, wait until its state is copied."""
         assert self._line is not None
         state = {
             "meter": self.meter.state(),
@@ -585,7 +586,7 @@ class Run:
     # --- the end ---------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Close the trackers, await the last checkpoint, and report the stage if it is complete."""
+        """Close the tracker, await the last save, report a complete stage, and log the folder."""
         self._tracker.close()
         self._saver.wait()
         folder = self.folder

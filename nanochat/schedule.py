@@ -241,7 +241,7 @@ def micro_batches(
 
 
 def tuning_row_tokens(tokens: int, longest: int, limit: int) -> int:
-    """Return the number of tokens in a row for fine-tuning, a power of two unless `limit` is less.
+    """Return the number of tokens in a fine-tuning row, a power of two unless `limit` caps it.
 
     Small data sets get shorter rows, so that an epoch still has about EPOCH_STEPS steps (30) of
     STEP_ROWS rows (4). Rows are never shorter than the longest conversation or SHORTEST_ROW (128
@@ -279,7 +279,7 @@ def tuning_step_rows(rows: int, conversations: int) -> int:
 def tuning_epochs(steps_per_epoch: float) -> float:
     """Return how many times a fine-tuning run reads its data, which may be a fraction.
 
-    It is as often as 100 steps (RUN_STEPS) take, but at least once and at most 4 times
+    It is the number of epochs that make 100 steps (RUN_STEPS), but at least 1 and at most 4
     (MOST_EPOCHS).
     """
     epochs = RUN_STEPS / max(steps_per_epoch, 1e-9)

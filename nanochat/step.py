@@ -151,7 +151,7 @@ class Optimizers(Protocol):
 
 
 def unmarked(phase: str) -> None:
-    """Do nothing, as the `mark` of an update that is not profiled."""
+    """Do nothing; this is the `mark` of an update that is not profiled."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def tokenizer_dir(corpus_name: str) -> Path:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as tokens, with a mask that is 1 where the assistant learns to write."""
+    """A conversation as tokens, with a mask that is 1 for those that the model learns to write."""
 
     ids: list[int]
     mask: list[int]
@@ -128,8 +128,9 @@ class Tokenizer:
     ) -> "Tokenizer":
         """Learn a vocabulary of exactly `vocab_size` tokens, and return its tokenizer.
 
-        `vocab_size` includes the special tokens. `progress` is called with ("read", texts so far)
-        and ("merge", tokens so far), unless the published rustbpe is installed.
+        `vocab_size` includes the special tokens. `progress` is called with ("read", texts so far),
+        where the pieces of a long text count separately, and ("merge", tokens so far), unless the
+        published rustbpe is installed.
 
         Raises UserError (exit code 2) if the pattern is unknown, or if `vocab_size` is too small
         for the bytes and the special tokens or too large for rustbpe. Raises UserError if rustbpe
@@ -236,8 +237,8 @@ class Tokenizer:
 
         `vocabulary.tiktoken` holds the tokens for tiktoken, which also needs the split pattern
         `self.regex`; `huggingface/tokenizer.json` is complete for the tokenizers library. Both give
-        the same tokens as encode(), which cuts texts of more than 200,000 characters (LONGEST_TEXT)
-        first.
+        the same tokens as encode() for texts of at most 200,000 characters (LONGEST_TEXT); encode()
+        cuts longer ones first.
         """
         specials = {self._spellings[role]: token for role, token in self._ids.items()}
         huggingface = bpe.huggingface_json(self._ranks, self.regex, specials)
@@ -251,7 +252,7 @@ class Tokenizer:
         return list(contents)
 
     def _content(self) -> dict[str, Any]:
-        """Return everything that defines this vocabulary; `hash` is its digest."""
+        """Return a dict of everything that defines this vocabulary; `hash` is its digest."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -275,7 +276,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
         """Return the tokens of each text, encoded in parallel by threads that release the GIL.
 
-        If any text has more than 200,000 characters (LONGEST_TEXT), they are encoded one by one.
+        If one has more than 200,000 characters (LONGEST_TEXT), all are encoded one after another.
         """
         if _all_short(texts):
             return self._encoder.encode_batch(texts, threads or cores())
@@ -320,7 +321,7 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def special(self, role: str) -> int:
-        """Return the ID of the special token with a role, such as `assistant_end`.
+        """Return the ID of the special token for `role`, such as `assistant_end`.
 
         Raises KeyError if the role is unknown.
         """
@@ -357,7 +358,7 @@ class Tokenizer:
         return Rendered(ids, mask)
 
     def _render_turn(self, message: Message, trained: int) -> Iterator[tuple[list[int], int]]:
-        """Yield the tokens of one turn in order, in lists, each with its mask value."""
+        """Yield (tokens, mask value) for each piece of a turn, in order."""
         if message.role == "user":
             yield self._enclosed("user", message.text), 0
             return
@@ -449,8 +450,8 @@ def _check_unicode(text: str, name: str) -> None:
 def _alternating_turns(conversation: Conversation) -> tuple[Message, ...]:
     """Return the turns, with a system turn at the beginning merged into the user turn after it.
 
-    Raises UserError if there are no turns, or unless user and assistant then alternate, beginning
-    with the user.
+    Raises UserError if there are no turns, or if user and assistant do not then alternate,
+    beginning with the user.
     """
     messages = conversation.messages
     if not messages:
