@@ -109,7 +109,7 @@ class _Walk:
         raise _Refused
 
     def count(self, node: ast.Call) -> int:
-        """Return the value of 'text'.count('t'), or raise _Refused if it is any other call."""
+        """Return the value of 'text'.count('t'), or raise _Refused for any other call."""
         method = node.func
         if not isinstance(method, ast.Attribute) or method.attr != "count":
             raise _Refused

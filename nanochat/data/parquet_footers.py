@@ -101,8 +101,8 @@ def _value(
 ) -> tuple[Any, int]:
     """Read a value of the Thrift type `kind`, and return it with the position after it.
 
-    A struct becomes a dict by field ID, and a double, which nothing here needs, None. Raises
-    ValueError if the type is unknown.
+    A struct becomes a dict by field ID. A double is skipped and returned as None. Raises ValueError
+    if the type is unknown.
     """
     if kind in (_TRUE, _FALSE):
         return kind == _TRUE, at

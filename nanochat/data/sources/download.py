@@ -91,7 +91,7 @@ def _nothing(_: object) -> None:
 
 @dataclass
 class _Transfer:
-    """The settings and state of one call of fetch_all(), shared by its threads, or probe_size()."""
+    """The settings and state that all requests of one fetch_all() or probe_size() call share."""
 
     headers: dict[str, str]
     patience: Patience
@@ -257,7 +257,7 @@ def _wait_seconds(
     requested: float | None,
     patience: Patience,
 ) -> float:
-    """Return the seconds until the next attempt: at least `requested`, up to the longest wait."""
+    """Return the wait in seconds: at least `requested`, but never above the longest wait."""
     backoff = patience.first_wait_seconds * 2 ** (failures - 1) * random.uniform(0.75, 1.25)
     return min(max(backoff, requested or 0), patience.longest_wait_seconds)
 
@@ -305,7 +305,7 @@ def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
 
 
 def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
-    """Complete, check and rename the `.part` file of a file, and return the file's record.
+    """Complete, check and rename a file's `.part` file, and return the file's record.
 
     If another process has completed the file meanwhile, nothing is fetched. Raises _Retry if
     another attempt may succeed.

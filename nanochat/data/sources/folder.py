@@ -127,7 +127,7 @@ def import_folder(
 
 
 def _readable_files(source: Path) -> list[Path]:
-    """Return the importable files in the folder `source` and its subfolders, or `source` itself."""
+    """Return the importable files: those in `source` and its subfolders, or `source` if a file."""
     paths = [source] if source.is_file() else sorted(source.rglob("*"))
     return [path for path in paths if path.is_file() and path.suffix in READERS]
 

@@ -19,7 +19,7 @@ def documents(files: list[Path], column: str) -> Iterator[str]:
     """Yield the documents of a list of files, in order.
 
     Documents without text are skipped, and their count is logged. Raises UserError if a file cannot
-    be read, has no text in `column`, or is not valid Unicode.
+    be read or is not valid Unicode, or if `column` is missing or holds anything but text and nulls.
     """
     empty = 0
     for path in files:

@@ -211,7 +211,7 @@ class Questions:
 
 
 def _takes_follow_up(fact: Fact) -> bool:
-    """Return whether Questions.follow_up() may ask about this fact and then, say, "And a car?"."""
+    """Return whether a conversation of Questions.follow_up() may begin with this fact."""
     if len(fact.subjects) != 1 or fact.relation in WORD_RELATIONS:
         return False
     return fact.relation not in follow_up_data()["relations"]

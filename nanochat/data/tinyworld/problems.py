@@ -301,7 +301,7 @@ def tale_evaluation(
 def calculator_evaluation(seed: int = 0, size: int = 400) -> list[Problem]:
     """Return problems for the calculator, sums and counting stories, in both languages.
 
-    Training uses their pairs of operands in mental sums at most.
+    In training, their pairs of operands occur in mental sums at most.
     """
     rng = random.Random(f"calculator/{seed}")
     problems = []

@@ -120,7 +120,7 @@ def _slots(
     """Return a dict from each slot that a pattern may have to the noun that fills it.
 
     Slots e and f are the first and the last subject, v is the value, and w the first subject that
-    is not the value, if any. If two subjects have no order, e and f may be swapped.
+    is not the value, if any. For comparisons and mixtures, e and f are in random order.
     """
     subjects = [word[language] for word in fact.subjects]
     not_the_value = [word[language] for word in fact.subjects if word != fact.value]

@@ -95,8 +95,8 @@ def invented_name(
 ) -> Word:
     """Invent and return the name of a country or a thing that does not exist.
 
-    `kind` is `none` for a country, and `a`, its article, for a thing. Training and evaluation use
-    different names.
+    `kind` is the English article: `none` for a country, `a` for a thing. Training and evaluation
+    use different names.
     """
     syllables = dialogue_data()["invented"]
     real_names = {word.zh.name for word in lexicon().values()}

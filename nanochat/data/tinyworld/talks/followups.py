@@ -208,8 +208,8 @@ def follow_up_evaluation(
 ) -> list[Problem]:
     """Return problems whose last question is a follow-up that training never asks at that point.
 
-    Every second last question is in a held-out wording. Two in three ask about the same thing as
-    before, and the others about another thing. A right reply names the thing and gives the value.
+    In every second problem, the follow-up is in a held-out wording. Two in three follow-ups ask
+    about the same thing as before. A right reply names the thing and gives the value.
     """
     rng = random.Random(f"follow-ups/{seed}/{language}")
     problems: list[Problem] = []

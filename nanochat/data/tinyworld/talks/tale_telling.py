@@ -45,7 +45,7 @@ def facts_about(
     rng: random.Random,
     language: Language,
 ) -> Facts:
-    """Draw and return the facts of a story about a hero, by variable as listed at Facts."""
+    """Draw and return the facts of a story about a hero, by variable; see Facts."""
     data = tale_data()
     pronouns = names(language)
     name = rng.choice(list(pronouns))
