@@ -143,7 +143,7 @@ def _adopted(path: Path, source: Source) -> dict[str, Any]:
 def has_columns(source: Source) -> Callable[[Path], None]:
     """Return a function that checks the columns of a downloaded file.
 
-    It raises ValueError if the file is not a complete parquet file, such as a login page, and
+    It raises ValueError if the file is not a complete parquet file but, say, a login page, and
     UserError if the file lacks a column of `source` or its documents are not text.
     """
 

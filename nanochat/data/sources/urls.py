@@ -41,7 +41,8 @@ def download_urls(
 
     The corpus is named after the list unless `name` is given. Listed files stay below `downloads/`
     in the base folder, so a stopped download resumes, and a longer list fetches only new files.
-    Raises UserError if the list or name cannot be used, or a file cannot be fetched or imported.
+    Raises UserError (exit code 2) if the list or name cannot be used, and UserError if a file
+    cannot be fetched or imported.
     """
     path = path.expanduser().resolve()
     name = name or path.stem

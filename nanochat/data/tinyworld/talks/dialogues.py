@@ -139,7 +139,7 @@ def dont_know(language: Language) -> str:
 
 @functools.cache
 def asked_by_subject() -> dict[str, tuple[Fact, ...]]:
-    """Return the facts about things that training asks about, by subject key.
+    """Return, by subject key, the facts about things that training asks about.
 
     Only subjects with at least three such facts are included.
     """

@@ -39,10 +39,10 @@ def patterns(
     language: Language,
     held_out: bool,
 ) -> tuple[str, ...]:
-    """Return the follow-up questions that training uses or, with `held_out`, the held-out one.
+    """Return the follow-up patterns that training uses or, with `held_out`, the held-out one.
 
     They ask for `relation` of the same thing or, if `relation` is None, for the same relation of
-    another thing. The first question in the data is the plainest, and is never held out.
+    another thing. The first pattern in the data is the plainest, and is never held out.
     """
     data = follow_up_data()
     by_language = data["other"] if relation is None else data["relations"][relation]
