@@ -1,7 +1,7 @@
 """Byte pair encoding with the installed rustbpe, and vocabularies in other libraries' formats.
 
 This repository's rustbpe both trains and encodes. The published rustbpe only trains, and tiktoken
-then encodes. Both give the same tokens.
+then encodes. The tokens are the same either way.
 """
 
 import base64
@@ -37,7 +37,7 @@ class Encoder(Protocol):
 
 
 def installed_rustbpe() -> Any:
-    """Return the installed rustbpe module. Raises UserError if none is installed."""
+    """Return the installed rustbpe module, or raise UserError if there is none."""
     try:
         import rustbpe
 
@@ -73,8 +73,8 @@ def train(
 ) -> list[bytes]:
     """Train a vocabulary on `texts`, and return the bytes of its tokens, in order of token ID.
 
-    It has at most `tokens` tokens, beginning with the 256 single bytes. Raises UserError if no
-    rustbpe is installed.
+    The vocabulary has at most `tokens` tokens, beginning with the 256 single bytes. Raises
+    UserError if no rustbpe is installed.
     """
     trainer = installed_rustbpe().Tokenizer()
     options: dict[str, Any] = {}
@@ -159,7 +159,7 @@ class TiktokenEncoder:
 
 
 def joined(lists: Sequence[Sequence[int]], dtype: str) -> np.ndarray:
-    """Return an array with the numbers of all lists, one list after another."""
+    """Return the integers of all lists in one array, one list after another."""
     total = sum(map(len, lists))
     return np.fromiter(itertools.chain.from_iterable(lists), dtype, total)
 
@@ -183,7 +183,7 @@ def tiktoken_arguments(
 
 
 def tiktoken_file(ranks: Sequence[bytes]) -> str:
-    """Return the content of a tiktoken file, with the base64 bytes and ID of a token per line."""
+    """Return the content of a tiktoken file: a line per token, with its base64 bytes and its ID."""
     lines = []
     for rank, token in enumerate(ranks):
         lines.append(f"{base64.b64encode(token).decode()} {rank}\n")
@@ -212,7 +212,7 @@ def _apply_merges_before(
     token: bytes,
     rank_of: dict[bytes, int],
 ) -> list[bytes]:
-    """Return the parts of a token after the merges learned before it, down to two parts.
+    """Apply earlier merges to the bytes of a token until two parts remain, and return the parts.
 
     More parts remain if no earlier merge applies to them.
     """
@@ -229,7 +229,7 @@ def _apply_merges_before(
 
 
 def letters_for_bytes() -> list[str]:
-    """Return the characters for the bytes 0 to 255 in Hugging Face's byte-level vocabularies.
+    """Return the characters that stand for bytes 0 to 255 in Hugging Face's byte-level BPE.
 
     Visible Latin-1 characters stand for themselves, and other bytes get characters from U+0100 on.
     """

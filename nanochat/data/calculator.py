@@ -79,7 +79,10 @@ class _Walk:
         self.nodes = 0
 
     def value(self, node: ast.expr, depth: int) -> Fraction:
-        """Return the value of a node at nesting depth `depth`, or raise _Refused."""
+        """Return the value of a node at nesting depth `depth`.
+
+        Raises _Refused if the node is not part of a calculation or exceeds a limit.
+        """
         self.nodes += 1
         if self.nodes > MAX_NODES or depth > MAX_DEPTH:
             raise _Refused
@@ -106,7 +109,7 @@ class _Walk:
         raise _Refused
 
     def count(self, node: ast.Call) -> int:
-        """Return the value of 'text'.count('t'), or raise _Refused; both texts must be literals."""
+        """Return the value of 'text'.count('t'), or raise _Refused for any other call."""
         method = node.func
         if not isinstance(method, ast.Attribute) or method.attr != "count":
             raise _Refused

@@ -75,7 +75,7 @@ def chat(question: str, *answer: str | Part) -> Conversation:
 
 
 def words(parts: Sequence[Part]) -> str:
-    """Return a reply as readable text, with each calculator call as in `[1+1 = 2]`."""
+    """Return a reply as readable text, with calculator calls and outputs as in `[1+1 = 2]`."""
     formats = {"text": "{}", "python": "[{} = ", "python_output": "{}]"}
     return "".join(formats[part.kind].format(part.text) for part in parts)
 
@@ -85,8 +85,8 @@ class Cloze:
     """A multiple-choice question for a model that only continues text.
 
     The text is `intro`, then `examples`, then `question`. The model's answer is the most likely of
-    `choices`, each of which follows a space. If the text is too long, examples are dropped,
-    starting with the first.
+    `choices`, each preceded by a space. If the text is too long, examples are dropped, starting
+    with the first.
     """
 
     intro: str

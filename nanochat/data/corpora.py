@@ -247,7 +247,7 @@ def dropped_documents(shard: Path) -> frozenset[int]:
 
 
 def dropped_summary(chosen: Sequence[Corpus]) -> dict[str, str]:
-    """Return a report line, by label, for each corpus from which documents are left out."""
+    """Return, by label, a report line for each corpus from which documents are left out."""
     lines = {}
     for corpus in chosen:
         dropped = read_about(corpus.folder).get(DROPPED, {})

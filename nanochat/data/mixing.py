@@ -120,7 +120,7 @@ def _check_names(names: list[str], data: str) -> None:
 def _parse(item: str, data: str) -> tuple[str, Fraction | None]:
     """Split NAME or NAME:WEIGHT into the name and the weight or None.
 
-    Raises UserError (exit code 2) if the name is empty or the weight is not a positive number.
+    Raises UserError (exit code 2) if the weight is not a positive number, or follows no name.
     """
     name, colon, weight = item.rpartition(":")
     if not colon:

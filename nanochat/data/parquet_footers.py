@@ -28,10 +28,10 @@ _DICTIONARIES = {2, 8}  # the encodings PLAIN_DICTIONARY and RLE_DICTIONARY
 
 
 def check_packing(path: Path, columns: Iterable[str] = ()) -> None:
-    """Raise ValueError if a column of a parquet file unpacks to far more than any text does.
+    """Raise ValueError if a parquet column unpacks to far more than text, or the footer is damaged.
 
     Without `columns`, all columns are checked. A dictionary may repeat each value in every row, so
-    its size is counted once for each row. Also raised if the footer is damaged.
+    its size is counted once for each row.
     """
     names = set(columns)
     for chunk in _column_chunks(path):
@@ -80,7 +80,7 @@ def _column_chunks(path: Path) -> Iterator[_ColumnChunk]:
 def _read_footer(path: Path) -> bytes:
     """Return the footer of a parquet file, which is followed by its size and a magic word.
 
-    Raises ValueError if the size is impossible.
+    Raises ValueError if that size is larger than the file.
     """
     with open(path, "rb") as file:
         end = file.seek(-8, os.SEEK_END)
@@ -101,7 +101,8 @@ def _value(
 ) -> tuple[Any, int]:
     """Read a value of the Thrift type `kind`, and return it with the position after it.
 
-    A struct becomes a dict by field ID. Raises ValueError if the type is unknown.
+    A struct becomes a dict by field ID. A double is skipped and returned as None. Raises ValueError
+    if the type is unknown.
     """
     if kind in (_TRUE, _FALSE):
         return kind == _TRUE, at

@@ -80,7 +80,7 @@ def _unreadable(path: Path, why: str) -> UserError:
 
 
 class _Writer:
-    """Writes documents as rows of parquet files, `rows_per_shard` rows to a file."""
+    """Writes documents as rows of parquet files, with up to `rows_per_shard` rows in each file."""
 
     def __init__(
         self,
@@ -146,8 +146,8 @@ def write_shards(
     """Write a corpus to a folder, and return the content of its corpus.json.
 
     The corpus consists of training shards, a validation shard, and corpus.json, which includes
-    `about`. A hash of its text decides whether a document is held out for validation: about one in
-    50 is, and at least one in a small corpus, until the validation shard is full. The folder
+    `about`. Whether a document is held out for validation depends on a hash of its text: about one
+    in 50 is, and at least one in a small corpus, until the validation shard is full. The folder
     appears only when all files are complete, and replaces any folder of the same name. Raises
     UserError if a split would be empty, or if a document is not valid Unicode.
     """
@@ -268,7 +268,7 @@ def read_column(
 
     A list of texts also has at most BATCH_CHARACTERS (16.8 million) characters, unless it is a
     single longer text. Texts are read through dictionaries, so a repeated text that is stored once
-    is in memory once. Raises ValueError, OSError or ArrowException if the file is damaged.
+    is in memory once per list. Raises ValueError, OSError or ArrowException if the file is damaged.
     """
     check_packing(path, [column])
     with pq.ParquetFile(path, page_checksum_verification=True, read_dictionary=[column]) as file:
@@ -372,7 +372,7 @@ def _check_size(path: Path) -> None:
 
 
 def _recorded(path: Path) -> dict[str, Any]:
-    """Return the corpus.json entry of a shard, with its size and SHA-256, or {}."""
+    """Return a shard's entry in corpus.json, with its size and SHA-256, or {} if it has none."""
     return read_about(path.parent).get("shards", {}).get(path.name, {})
 
 

@@ -80,6 +80,6 @@ TINYWORLD = Traits(
 def traits(corpus: str | None) -> Traits:
     """Return the traits of the corpus called `corpus`.
 
-    Every corpus except TinyWorld, and None (unknown), has the default traits.
+    These are the defaults for every corpus except TinyWorld, and for None (unknown).
     """
     return TINYWORLD if corpus == "tinyworld" else Traits()

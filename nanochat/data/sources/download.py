@@ -44,8 +44,8 @@ class Remote:
 class Fetched:
     """The record of a downloaded file.
 
-    `sha256` has been checked. It is None if it was not known, or if another process fetched the
-    file.
+    `sha256` is the hash that the file was checked against, or None if no hash was known or another
+    process fetched the file.
     """
 
     path: Path
@@ -60,7 +60,7 @@ class Patience:
     attempts: int = 6
     """Give up after this many failures in a row during which no new byte arrives."""
     attempts_unreached: int = 3
-    """The limit while no server has answered yet, since there is most likely no network then."""
+    """The same limit until a server has answered, since there is most likely no network then."""
     stall_seconds: float = 30.0
     """Drop a connection that sends no byte for this long; this counts as a failure."""
     first_wait_seconds: float = 1.0
@@ -71,7 +71,7 @@ class Patience:
 
 
 class _Retry(Exception):
-    """Raised after a failure that may not happen again in the next attempt.
+    """Raised on a failure after which another attempt may succeed.
 
     `wait_seconds` is the wait that the server asked for, or None.
     """
@@ -91,7 +91,7 @@ def _nothing(_: object) -> None:
 
 @dataclass
 class _Transfer:
-    """The state shared by all threads of one `fetch_all` call."""
+    """The settings and state that all requests of one fetch_all() or probe_size() call share."""
 
     headers: dict[str, str]
     patience: Patience
@@ -119,10 +119,11 @@ def fetch_all(
     file stays as `NAME.part`, and the next call resumes it. A file of unknown size is discarded if
     it leaves less than RESERVE bytes (1 GiB) of the disk free.
 
-    `check` must raise ValueError if a file's content is wrong, such as a login page, and UserError
-    if no further attempt can help. `advance` is called with the number of bytes that have arrived,
-    negative if bytes are discarded, and `say` with a message before each retry. `hint` ends each
-    error message. Raises UserError if a file cannot be fetched.
+    `check` gets the path of each fetched file. It must raise ValueError if the content is wrong,
+    such as a login page, and UserError if no further attempt can help. `advance` is called with the
+    number of bytes that have arrived, negative if bytes are discarded, and `say` with a message
+    before each retry. `hint` is advice that ends an error message, unless more specific advice
+    does. Raises UserError if a file cannot be fetched.
     """
     transfer = _Transfer(headers or {}, patience or Patience(), hint, check, advance, say)
     missing = [remote for remote in files if not remote.path.exists()]
@@ -231,7 +232,8 @@ def _retrying(
 ) -> Result:
     """Call `attempt` until it succeeds, and return its result.
 
-    Raises UserError after too many failures in a row during which `progress()` did not grow.
+    Raises UserError after too many failures in a row during which `progress()` did not grow, and
+    _Abandoned if the transfer is stopped before a retry.
     """
     failures = 0
     patience = transfer.patience
@@ -255,7 +257,7 @@ def _wait_seconds(
     requested: float | None,
     patience: Patience,
 ) -> float:
-    """Return the wait before the next attempt, which `requested` may extend up to a limit."""
+    """Return the wait in seconds: at least `requested`, but never above the longest wait."""
     backoff = patience.first_wait_seconds * 2 ** (failures - 1) * random.uniform(0.75, 1.25)
     return min(max(backoff, requested or 0), patience.longest_wait_seconds)
 
@@ -303,9 +305,10 @@ def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
 
 
 def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
-    """Append a file's missing bytes to its `.part` file, check and rename it, return its record.
+    """Complete, check and rename a file's `.part` file, and return the file's record.
 
-    If another process has completed the file meanwhile, nothing is fetched.
+    If another process has completed the file meanwhile, nothing is fetched. Raises _Retry if
+    another attempt may succeed.
     """
     partial_path = part_of(remote.path)
     # A second process that fetches the same file waits here.
@@ -350,10 +353,9 @@ def _check_range(
     offset: int,
     transfer: _Transfer,
 ) -> None:
-    """Check that a response continues the `.part` file at `offset`.
+    """Check that a response continues the `.part` file at `offset`, and empty that file if not.
 
-    If it holds the complete file instead, empties the `.part` file. Raises _Retry if it holds
-    another range.
+    Raises _Retry if the response holds neither the remaining bytes nor the complete file.
     """
     if response.status_code == 206:
         if _first_byte(response) != offset:
@@ -371,7 +373,7 @@ def _receive(
     """Append the bytes of a response to the `.part` file.
 
     Raises _Retry if the connection breaks off or the size is not `total`, and UserError if a file
-    of unknown size would fill the disk.
+    of unknown size leaves less than RESERVE bytes (1 GiB) of the disk free.
     """
     limit = total
     if limit is None:
@@ -407,7 +409,7 @@ def _request(
     transfer: _Transfer,
     headers: dict[str, str],
 ) -> requests.Response:
-    """Return an open response with status 200, 206 or 416.
+    """Request a file, and return the open response if its status is 200, 206 or 416.
 
     In any other case, raises _Retry if a later attempt may succeed, or UserError if it cannot.
     """
@@ -445,7 +447,7 @@ def _etag_file(path: Path) -> Path:
 
 
 def _resume_headers(path: Path, offset: int) -> dict[str, str]:
-    """Return the headers that ask for the bytes of a file from `offset` on, or {} for 0.
+    """Return the headers that ask for the bytes of a file from `offset` on, or {} if it is 0.
 
     If a saved ETag shows that the file has changed, the server sends all of it.
     """
@@ -469,8 +471,8 @@ def _note_etag(path: Path, response: requests.Response) -> None:
 def _total(response: requests.Response, transfer: _Transfer) -> int | None:
     """Return the size of the complete file in bytes, or None if the server does not give it.
 
-    It is in Content-Range if the status is 206 or 416, and otherwise in Content-Length. Raises
-    UserError if the header cannot be read.
+    The size is read from Content-Range if the status is 206 or 416, and otherwise from
+    Content-Length. Raises UserError if it is not a number of bytes.
     """
     if response.status_code in (206, 416):
         size = response.headers.get("Content-Range", "").rpartition("/")[2]
@@ -505,7 +507,7 @@ def _promised_sha256(response: requests.Response) -> str | None:
 
 
 def _retry_after(response: requests.Response) -> float | None:
-    """Return the seconds to wait according to the Retry-After header, a number or a date.
+    """Return the seconds to wait according to the Retry-After header, which may also hold a date.
 
     Returns None if the header is missing or malformed.
     """
@@ -531,7 +533,7 @@ def _start_over(
     transfer: _Transfer,
     why: str,
 ) -> _Retry:
-    """Empty the `.part` file, and return the _Retry to raise for a new start."""
+    """Empty the `.part` file, and return the _Retry exception to raise, with the message `why`."""
     _empty(file, transfer)
     return _Retry(why)
 

@@ -1,6 +1,6 @@
 """Fetch the files of a published corpus as shards.
 
-The columns of the files are checked, and their sizes and SHA-256s are recorded in corpus.json.
+Each file's columns are checked, and its size and SHA-256 are recorded in corpus.json.
 """
 
 from collections.abc import Callable
@@ -48,9 +48,9 @@ def download(
 
     Existing shards stay as they are, and partial ones are resumed. Uses HF_ENDPOINT, HF_TOKEN (for
     the hub itself only) and the usual proxy variables. corpus.json records the size and SHA-256 of
-    every shard. A shard that is fetched again must match its record, and an existing shard without
-    a SHA-256 there is checked like a downloaded one. Raises UserError if the network or the server
-    fails, a file lacks a column, `count` is out of range, or the disk is too small.
+    every shard. A shard that is fetched again must have the recorded SHA-256, and the columns of an
+    existing shard without one are checked. Raises UserError (exit code 2) if `count` is out of
+    range, and UserError if a download fails, a file lacks a column, or the disk is too small.
     """
     corpus = Corpus(source.name, base_dir() / "base_data" / source.name)
     about_before = read_about(corpus.folder)
@@ -119,7 +119,7 @@ def download(
 
 
 def _adopted(path: Path, source: Source) -> dict[str, Any]:
-    """Return the corpus.json entry of a shard that has no recorded SHA-256.
+    """Return a new corpus.json entry for a shard that has no recorded SHA-256.
 
     Such a shard was copied into the folder, or its download was stopped before the entry was
     written. Raises UserError if the shard is not a parquet file or lacks a column.
@@ -143,7 +143,7 @@ def _adopted(path: Path, source: Source) -> dict[str, Any]:
 def has_columns(source: Source) -> Callable[[Path], None]:
     """Return a function that checks the columns of a downloaded file.
 
-    It raises ValueError if the file is not a complete parquet file, such as a login page, and
+    It raises ValueError if the file is not a complete parquet file but, say, a login page, and
     UserError if the file lacks a column of `source` or its documents are not text.
     """
 

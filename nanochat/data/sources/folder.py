@@ -72,10 +72,10 @@ def import_folder(
     """Make a corpus from a .parquet, .jsonl, .txt or .md file or a folder of them, and return it.
 
     Subfolders are included, and files are read in order of path. Nothing is written if nothing has
-    changed since an earlier import. A .txt or .md file is one document unless `<|endoftext|>` lines
-    divide it; a document of more than 20,000 characters ends at the next blank line. `make` is the
-    command that makes the corpus again, if not the import command. Raises UserError (exit code 2)
-    if there is no file to import or the name cannot be used, and UserError if a document cannot be
+    changed since an earlier import. A .txt or .md file is divided into documents at `<|endoftext|>`
+    lines, and at the first blank line after more than 20,000 characters. `make` is the command that
+    makes the corpus again, by default the import command. Raises UserError (exit code 2) if there
+    is no file to import or the name or path cannot be used, and UserError if a document cannot be
     read.
     """
     source = source.expanduser().resolve()
@@ -127,7 +127,7 @@ def import_folder(
 
 
 def _readable_files(source: Path) -> list[Path]:
-    """Return the importable files among `source` itself or, for a folder, everything below it."""
+    """Return the importable files: those in `source` and its subfolders, or `source` if a file."""
     paths = [source] if source.is_file() else sorted(source.rglob("*"))
     return [path for path in paths if path.is_file() and path.suffix in READERS]
 
@@ -173,7 +173,7 @@ def _write(
 ) -> Corpus:
     """Write the documents of a corpus, and return the corpus.
 
-    Warns if left-out documents of the old corpus are back.
+    Warns if documents had been left out of the old corpus, because they are included again.
     """
     dropped = read_about(corpus.folder).get(DROPPED, {})
     with bars(corpus.name, None, "documents") as bar:

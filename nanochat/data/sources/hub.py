@@ -11,10 +11,7 @@ Host = Literal["hub", "modelscope"]
 
 
 def endpoint() -> str:
-    """Return the address of the host of data sets.
-
-    This is HF_ENDPOINT, which may name a mirror, or else the Hugging Face hub itself.
-    """
+    """Return the base address of the Hugging Face hub, or of the mirror that HF_ENDPOINT names."""
     return (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
 
 
@@ -25,7 +22,7 @@ def file_address(
 ) -> str:
     """Return the address of the file `path` in the data set `repo` on `host`.
 
-    MODELSCOPE_ENDPOINT and HF_ENDPOINT replace the address of ModelScope and of the hub.
+    The variables MODELSCOPE_ENDPOINT and HF_ENDPOINT, if set, replace the addresses of the hosts.
     """
     if host == "modelscope":
         base = (os.environ.get("MODELSCOPE_ENDPOINT") or MODELSCOPE).rstrip("/")
@@ -44,9 +41,10 @@ def is_hub(url: str) -> bool:
 
 
 def hub_headers(url: str) -> dict[str, str]:
-    """Return the header with the access token HF_TOKEN, if any, for an address on the hub itself.
+    """Return the header with the access token HF_TOKEN for an address on the hub itself.
 
-    Returns {} for other addresses: a mirror or an unencrypted connection must not see the token.
+    Returns {} if HF_TOKEN is not set, and for other addresses: a mirror or an unencrypted
+    connection must not see the token.
     """
     token = os.environ.get("HF_TOKEN", "").strip()
     if token and is_hub(url):
@@ -55,7 +53,7 @@ def hub_headers(url: str) -> dict[str, str]:
 
 
 def how_to_be_admitted(url: str) -> str:
-    """Return advice for the user if a host refuses `url` with status 401 or 403.
+    """Return advice for a user whose request for `url` was refused with status 401 or 403.
 
     For a data set, the advice names the page with its terms.
     """

@@ -11,7 +11,7 @@ from nanochat.common import UserError, tr
 from nanochat.data.shards import shard_name
 from nanochat.data.sources.hub import Host, file_address
 
-# The index of the shard that file 0 becomes if it is for validation, as the last shard always is.
+# The index of the shard that file 0 becomes if it is held out: the last shard is for validation.
 FIRST_IS_HELD_OUT = 99_999
 
 
@@ -110,8 +110,8 @@ class Source:
     def listing(self, count: int, host: Host = "hub") -> list[str]:
         """Return lines for aria2c: the addresses of `count` training files and the validation file.
 
-        If a shard has another name than its file, a line ` out=NAME` follows the address. Raises
-        UserError (exit code 2) if `count` is out of range or no copy on `host` is known.
+        If a shard has another name than its file, an indented line `out=NAME` follows it.
+        Raises UserError (exit code 2) if `count` is out of range or no copy on `host` is known.
         """
         lines = []
         for number in self.numbers(count):

@@ -19,7 +19,7 @@ def documents(files: list[Path], column: str) -> Iterator[str]:
     """Yield the documents of a list of files, in order.
 
     Documents without text are skipped, and their count is logged. Raises UserError if a file cannot
-    be read or is not valid Unicode.
+    be read or is not valid Unicode, or if `column` is missing or holds anything but text and nulls.
     """
     empty = 0
     for path in files:
@@ -128,7 +128,7 @@ READERS = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".txt": _read_txt, 
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file, numbered from 1.
+    """Yield the index (from 1) and the text of each line of a file.
 
     Raises UserError if the file is not UTF-8.
     """

@@ -1,6 +1,6 @@
 """Fetch the files named in a list of web addresses, and import them like the user's own files.
 
-The files are kept in a folder, and checked against the SHA-256s in the list.
+The downloaded files are kept, and checked against any SHA-256 in the list.
 """
 
 import hashlib
@@ -41,7 +41,8 @@ def download_urls(
 
     The corpus is named after the list unless `name` is given. Listed files stay below `downloads/`
     in the base folder, so a stopped download resumes, and a longer list fetches only new files.
-    Raises UserError if a file cannot be fetched or imported.
+    Raises UserError (exit code 2) if the list or name cannot be used, and UserError if a file
+    cannot be fetched or imported.
     """
     path = path.expanduser().resolve()
     name = name or path.stem
@@ -112,7 +113,7 @@ def read_list(path: Path, folder: Path) -> list[Remote]:
 
 
 def _file_name(address: str) -> str:
-    """Return the name of the file at an address, or "" if that is no http or https address."""
+    """Return the name of the file at an address, or "" if the address is not http or https."""
     try:
         parts = urlsplit(address)
     except ValueError:  # such as http://[::1/x.txt

@@ -20,8 +20,8 @@ class Mental:
 
     A small model learns such sums by heart, one by one. Training before RL shows the practised sums
     so rarely that the model half knows them, since rewards teach nothing about a sum that the model
-    always answers in the same way. The unseen sums, about a tenth of all sums, are never asked in
-    training, not even in RL.
+    always answers in the same way. The unseen sums, about a tenth of all sums, are never asked as
+    mental sums in training, not even in RL.
     """
 
     terms: tuple[int, ...] = (2,)  # how many terms a sum may have

@@ -172,8 +172,8 @@ def _question(
 class Questions:
     """Draws questions about the facts that training asks about, with their answers.
 
-    In each language, all facts come up equally often, except that easily confused ones (CONFUSABLE)
-    come up more often.
+    In each language, the facts are drawn from a shuffled deck, in which easily confused ones
+    (CONFUSABLE) come up several times.
     """
 
     def __init__(self, rng: random.Random):
@@ -211,7 +211,7 @@ class Questions:
 
 
 def _takes_follow_up(fact: Fact) -> bool:
-    """Return whether a question such as "And a car?" can follow a question about this fact."""
+    """Return whether a conversation of Questions.follow_up() may begin with this fact."""
     if len(fact.subjects) != 1 or fact.relation in WORD_RELATIONS:
         return False
     return fact.relation not in follow_up_data()["relations"]

@@ -20,7 +20,7 @@ BEGINNINGS = 120  # of tales, in each language and copy of the corpus
 def documents(seed: int = 0, copies: int = 10) -> Iterator[str]:
     """Yield the documents of the base corpus.
 
-    They state the whole world `copies` times, each time in different wordings and in another order.
+    They state the whole world `copies` times, with wordings and order drawn anew each time.
     """
     for copy in range(copies):
         rng = random.Random(f"documents/{seed}/{copy}")
@@ -71,7 +71,7 @@ def _chunks(items: Sequence[Fact], rng: random.Random) -> Iterator[list[Fact]]:
 
 
 def articles(language: Language, rng: random.Random) -> Iterator[str]:
-    """Yield texts about one entity each, which together state every fact whose first subject it is.
+    """Yield texts about one entity each, which state the facts with that entity as first subject.
 
     Entities with a single such fact are left out.
     """
@@ -101,7 +101,7 @@ def _in_one_wording(
 ) -> list[str]:
     """Return sentences that state facts of one relation in the same wording.
 
-    Equal seeds draw equal wordings, except for a value that has its own wordings.
+    `seed` decides on the wording. A value with wordings of its own gets one of these instead.
     """
     return [state(fact, language, random.Random(seed), framed=0) for fact in facts]
 
@@ -109,7 +109,7 @@ def _in_one_wording(
 def both_languages(rng: random.Random) -> Iterator[str]:
     """Yield texts of up to five facts, each stated in one language and then in the other.
 
-    Further facts of a chunk are left out.
+    If more facts are drawn for a text, the others are left out.
     """
     for facts in facts_by_relation().values():
         for chunk in _chunks(facts, rng):
@@ -162,7 +162,7 @@ def stories(
 
 
 def sums(rng: random.Random, count: int) -> Iterator[str]:
-    """Yield `count` lists of worked sums, with operands that evaluation does not use."""
+    """Yield `count` lists of worked sums, whose operands are not kept for evaluation."""
     for _ in range(count):
         rows = []
         for _ in range(6):
@@ -178,7 +178,7 @@ def small_sums(
     count: int,
     mental: Mental,
 ) -> Iterator[str]:
-    """Yield lists of practised mental sums of two terms."""
+    """Yield `count` lists of practised mental sums with two terms."""
     practised = []
     for a in range(1, mental.largest + 1):
         for b in range(1, mental.largest + 1):

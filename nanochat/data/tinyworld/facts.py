@@ -75,7 +75,7 @@ def facts_by_relation() -> dict[str, tuple[Fact, ...]]:
 
 @functools.cache
 def sequences() -> dict[str, tuple[Word, ...]]:
-    """Return the ordered lists of words in the data by name, such as the days of the week."""
+    """Return, by name, the ordered lists of words in the data, such as the days of the week."""
     lists = {}
     for name, _, members in data_rows("facts/sequences.tsv"):
         lists[name] = tuple(map(_word, members.split(", ")))

@@ -1,6 +1,6 @@
 """Questions whose answers can be graded.
 
-They evaluate every relation and the calculator, and serve as problems for RL.
+Some evaluate what a model has learned, and others are the problems for RL.
 """
 
 import functools
@@ -30,8 +30,8 @@ STORY_SHARE = 0.2  # the share of stories in the evaluation of the calculator
 class Problem:
     """A question, its right answer as a bare value, and the competing values, which are wrong.
 
-    `conversation` ends with a reference answer. `tool` tells whether a reply must or must not call
-    the calculator. If `answer` is a number, every other number is wrong too. A reply must also
+    `conversation` ends with a reference answer. `tool` tells whether a reply must, must not or may
+    call the calculator. If `answer` is a number, every other number is wrong too. A reply must also
     contain `names`. If `tale` is not empty, it is the key of a hero, and the reply must be a story
     about that hero instead.
     """
@@ -53,8 +53,8 @@ class Problem:
 def grade(problem: Problem, reply: str | Sequence[Part]) -> bool:
     """Return whether a reply gives the right value and no wrong one, or tells the requested story.
 
-    A reply must also call or not call the calculator, as `problem.tool` demands. `reply` holds its
-    parts, or its text alone, which counts as a reply without a calculator call.
+    A reply must also call or not call the calculator, as `problem.tool` demands. A `reply` that is
+    plain text, not a list of parts, contains no calculator call.
     """
     parts = [Part("text", reply)] if isinstance(reply, str) else reply
     words = "".join(part.text for part in parts if part.kind == "text")
@@ -121,7 +121,7 @@ def _names_thing(
 
 @functools.cache
 def values_of(relation: str, language: Language) -> tuple[str, ...]:
-    """Return the different values of a relation in one language."""
+    """Return the distinct values of a relation in one language."""
     values = [fact.value[language].name for fact in facts_by_relation()[relation]]
     return tuple(dict.fromkeys(values))
 
@@ -149,9 +149,9 @@ def evaluation(
     seed: int = 0,
     size: int | None = 700,
 ) -> list[Problem]:
-    """Return open questions in held-out wordings about facts that training asks about.
+    """Return problems that ask, in held-out wordings, about facts that training asks about.
 
-    There is at least one for every relation, or one for every fact if `size` is None.
+    There is at least one for every relation, or one for every such fact if `size` is None.
     """
     rng = random.Random(f"evaluation/{seed}/{language}")
     problems = []
@@ -166,7 +166,7 @@ def _spread(
     size: int | None,
     rng: random.Random,
 ) -> list[Fact]:
-    """Draw `size` facts, or more if it takes more to include every relation; None means all."""
+    """Return `size` random facts, or more to include every relation; None means all."""
     order = list(facts)
     rng.shuffle(order)
     if size is None or size >= len(order):
@@ -178,7 +178,7 @@ def _spread(
 
 
 def held_out_combinations(language: Language, seed: int = 0) -> list[Problem]:
-    """Return a question in a trained wording about each fact that training never asks about."""
+    """Return a problem in a trained wording for each fact that training never asks about."""
     rng = random.Random(f"combinations/{seed}/{language}")
     problems = []
     for fact in held_out_facts():
@@ -192,7 +192,7 @@ def unknown_evaluation(
     seed: int = 0,
     size: int = 60,
 ) -> list[Problem]:
-    """Return questions about things that do not exist.
+    """Return problems that ask about things that do not exist.
 
     The right reply admits that nanochat does not know the answer.
     """
@@ -210,7 +210,7 @@ def unknown_evaluation(
 
 
 def persona_evaluation(language: Language, seed: int = 0) -> list[Problem]:
-    """Return questions about nanochat itself, in wordings that training never uses.
+    """Return problems that ask about nanochat itself, in wordings that training never uses.
 
     Each question is asked three times: at the beginning of a chat, after a greeting, and after a
     question about the world.
@@ -269,9 +269,9 @@ def tale_evaluation(
     seed: int = 0,
     size: int = 120,
 ) -> list[Problem]:
-    """Return requests for stories, every second one in a held-out wording.
+    """Return problems that request a story, every second one in a held-out wording.
 
-    Every third request is about a hero that appears in no training story.
+    Every third request is for a story about a hero that appears in no training story.
     """
     rng = random.Random(f"tales/{seed}/{language}")
     problems = []
@@ -299,9 +299,9 @@ def tale_evaluation(
 
 
 def calculator_evaluation(seed: int = 0, size: int = 400) -> list[Problem]:
-    """Return sums and counting stories for the calculator, in both languages.
+    """Return problems for the calculator, sums and counting stories, in both languages.
 
-    Their operands are never used in training.
+    In training, their pairs of operands occur in mental sums at most.
     """
     rng = random.Random(f"calculator/{seed}")
     problems = []
@@ -320,7 +320,7 @@ def rl_problems(
     size: int = 2000,
     mental: Mental | None = None,
 ) -> list[Problem]:
-    """Return the problems of RL: practised mental sums, in wordings that training uses."""
+    """Return the problems for RL: practised mental sums, in wordings that training uses."""
     return _mental_problems(f"rl/{seed}", size, mental, "practised", held_out_wording=False)
 
 
@@ -330,9 +330,9 @@ def rl_evaluation(
     mental: Mental | None = None,
     unseen: bool = False,
 ) -> list[Problem]:
-    """Return mental sums in held-out wordings, which measure the effect of RL.
+    """Return problems that ask for mental sums in held-out wordings, to measure the effect of RL.
 
-    With `unseen`, the sums are never asked in training; otherwise, they are practised sums.
+    With `unseen`, these are the unseen sums of `mental`; otherwise, the practised ones.
     """
     name = f"rl evaluation/{seed}/{unseen}"
     split: MentalPart = "unseen" if unseen else "practised"

@@ -51,7 +51,7 @@ def counting_story(
 ) -> tuple[Story, Sum]:
     """Draw a counting story, and return the story and its sum for the calculator.
 
-    `largest` limits the numbers, but not strictly.
+    `largest` is only a rough limit for the numbers: a dividend, for example, may be larger.
     """
     data = story_data()
     kind = rng.choice(data["counting"])

@@ -117,10 +117,10 @@ def _slots(
     language: Language,
     rng: random.Random,
 ) -> dict[str, object]:
-    """Return the noun for each slot of a pattern.
+    """Return a dict from each slot that a pattern may have to the noun that fills it.
 
-    The slots are the first and last subject, e and f, the value v, and the first subject that is
-    not the value, w. The subjects may be shuffled.
+    Slots e and f are the first and the last subject, v is the value, and w the first subject that
+    is not the value, if any. For comparisons and mixtures, e and f are in random order.
     """
     subjects = [word[language] for word in fact.subjects]
     not_the_value = [word[language] for word in fact.subjects if word != fact.value]

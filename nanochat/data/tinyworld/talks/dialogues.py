@@ -95,7 +95,8 @@ def invented_name(
 ) -> Word:
     """Invent and return the name of a country or a thing that does not exist.
 
-    `kind` is its English article. Training and evaluation use different names.
+    `kind` is the English article: `none` for a country, `a` for a thing. Training and evaluation
+    use different names.
     """
     syllables = dialogue_data()["invented"]
     real_names = {word.zh.name for word in lexicon().values()}
@@ -138,7 +139,7 @@ def dont_know(language: Language) -> str:
 
 @functools.cache
 def asked_by_subject() -> dict[str, tuple[Fact, ...]]:
-    """Return the facts about things that training asks about, by subject key.
+    """Return, by subject key, the facts about things that training asks about.
 
     Only subjects with at least three such facts are included.
     """

@@ -39,10 +39,10 @@ def patterns(
     language: Language,
     held_out: bool,
 ) -> tuple[str, ...]:
-    """Return the follow-up questions that training uses or, with `held_out`, the held-out one.
+    """Return the follow-up patterns that training uses or, with `held_out`, the held-out one.
 
     They ask for `relation` of the same thing or, if `relation` is None, for the same relation of
-    another thing. The first question in the data is the plainest, and is never held out.
+    another thing. The first pattern in the data is the plainest, and is never held out.
     """
     data = follow_up_data()
     by_language = data["other"] if relation is None else data["relations"][relation]
@@ -80,7 +80,7 @@ def _facts() -> list[Fact]:
 
 
 def is_held_out(before: Fact, after: Fact) -> bool:
-    """Return whether training never asks about `after` right after `before`.
+    """Return whether training never asks about `after` in a follow-up to `before`.
 
     This holds for about a tenth of the pairs of facts.
     """
@@ -96,8 +96,8 @@ def next_facts(
     """Return the facts that a follow-up question can ask about after `fact`.
 
     With `same_thing`, they are other facts about the same thing; otherwise, facts of the same
-    relation about other things. With `held_out`, training never asks about them right after `fact`;
-    otherwise, it may.
+    relation about other things. With `held_out`, they are the facts that training never asks about
+    in a follow-up to `fact`; otherwise, those that it may ask about.
     """
     about_same_thing = _facts_by_subject()[fact.subjects[0].key]
     of_same_relation = _facts_by_relation()[fact.relation]
@@ -206,10 +206,10 @@ def follow_up_evaluation(
     seed: int = 0,
     size: int = 120,
 ) -> list[Problem]:
-    """Return problems that end in a follow-up question which training never asks after that turn.
+    """Return problems whose last question is a follow-up that training never asks at that point.
 
-    Every second follow-up question is in a held-out wording. Two in three ask about the same thing,
-    and the third about another thing. A right reply names the thing and gives the value.
+    In every second problem, the follow-up is in a held-out wording. Two in three follow-ups ask
+    about the same thing as before. A right reply names the thing and gives the value.
     """
     rng = random.Random(f"follow-ups/{seed}/{language}")
     problems: list[Problem] = []

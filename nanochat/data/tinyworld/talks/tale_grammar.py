@@ -75,7 +75,7 @@ def _bare(name: str) -> str:
 
 @functools.cache
 def asked_for() -> dict[str, Word]:
-    """Return the heroes by key, under the names that requests use.
+    """Return the heroes by key, with the names that requests use.
 
     A request asks for a story about the sun, but the story tells of a sun.
     """
@@ -115,7 +115,7 @@ def trained_heroes() -> tuple[str, ...]:
 
 
 def names(language: Language) -> dict[str, str]:
-    """Return the pronoun for each name that a hero may have, which is "" in Chinese.
+    """Return a dict from each name that a hero may have to its pronoun, which is "" in Chinese.
 
     No friend of a hero has any of these names.
     """

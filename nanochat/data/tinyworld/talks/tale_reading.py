@@ -54,7 +54,7 @@ def fault(
 ) -> str | None:
     """Return what is wrong with a story about a hero, or None if nothing is wrong.
 
-    If `hero` is None, the story may be about any hero. A right story has four to eight different
+    If `hero` is None, the story may be about any hero. A correct story has four to eight different
     sentences, all of which the grammar can make. It opens, may describe, tells one plot in order,
     and ends. No fact, name or pronoun contradicts another.
     """
@@ -110,7 +110,7 @@ def meanings(sentence: str, language: Language) -> list[Meaning]:
 
 
 def together(left: Facts, right: Facts) -> Facts | None:
-    """Merge two sets of facts, or return None if they contradict each other."""
+    """Return the union of two sets of facts, or None if they contradict each other."""
     for name, value in left.items():
         if right.get(name, value) != value:
             return None

@@ -45,11 +45,7 @@ def facts_about(
     rng: random.Random,
     language: Language,
 ) -> Facts:
-    """Draw and return the facts of a story about a hero, by variable.
-
-    They are the name, friend, home and trait of the hero, the thing that it finds, and an object
-    with a colour.
-    """
+    """Draw and return the facts of a story about a hero, by variable; see Facts."""
     data = tale_data()
     pronouns = names(language)
     name = rng.choice(list(pronouns))
@@ -76,7 +72,7 @@ def tale(
     language: Language,
     rng: random.Random,
 ) -> str:
-    """Tell a story of five to eight sentences about a hero."""
+    """Return a random story of five to eight sentences about a hero."""
     data = tale_data()
     facts = facts_about(hero, rng, language)
     plot = rng.choice(plots(language))
@@ -117,7 +113,7 @@ def beginning(
     language: Language,
     rng: random.Random,
 ) -> str:
-    """Return the first sentences of a story about a hero, including where the hero lives."""
+    """Return the first one or two sentences of a story, which tell where the hero lives."""
     data = tale_data()
     facts = facts_about(hero, rng, language)
     patterns = [rng.choice(data["open"][language])]
