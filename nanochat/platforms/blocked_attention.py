@@ -122,7 +122,7 @@ def _grouped(
     window: int,
     hidden: float,
 ) -> list[Tensor]:
-    """Return the results of `work` on a few heads at a time, whose weights fit a CPU's caches."""
+    """Return the results of `work`, run on so few heads at a time that a CPU's caches suffice."""
     N, T = tensors[0].shape[:2]
     head_bytes = 4 * T * _block_size(T)
     size = max(GROUP_BYTES // head_bytes, 1)

@@ -169,9 +169,9 @@ def _installed(module: str) -> bool:
 
 
 def _of_package(modules: Sequence[str]) -> tuple[Attention, str] | None:
-    """Return the attention of the first module that is installed and works, and a name for it.
+    """Return the attention function of the first module that can be imported, and its name.
 
-    Returns None if no module does.
+    Returns None if no module can. Warns of modules that are installed but cannot be imported.
     """
     for module in modules:
         try:

@@ -113,8 +113,8 @@ def normed(channels: int) -> Multiply:
 def use(model: Model) -> None:
     """Make the large matrices in a GPT's layers multiply in FP8 during training.
 
-    Raises UserError (exit code 2) if the model is not a GPT, or if the tokens of a row or the sides
-    of these matrices are not multiples of 16.
+    Raises UserError (exit code 2) if the model is not a GPT, or if the number of tokens in a row or
+    a side of these matrices is not a multiple of 16.
     """
     matrices = matrices_named(model, (*NORMED, PROJECTION))
     if not matrices:
