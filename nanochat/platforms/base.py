@@ -77,9 +77,10 @@ def check_bf16(model: Model, matmul: Matmul) -> None:
 
 
 def requested_kernels(flag: str) -> KernelChoice:
-    """Return the choice `flag` (--kernels), or that of NANOCHAT_KERNELS (default auto) if it is auto.
+    """Return the kernel choice: `flag` (--kernels), or NANOCHAT_KERNELS if `flag` is auto.
 
-    Raises UserError (exit code 2) if the choice is not valid.
+    If NANOCHAT_KERNELS is not set, the choice is auto. Raises UserError (exit code 2) if the choice
+    is not valid.
     """
     name = flag
     if flag == "auto":
@@ -199,7 +200,8 @@ class Platform:
     def open(self) -> torch.device:
         """Open the device for this process, and return it.
 
-        Warns if other processes hold much of its memory. Raises UserError if the device cannot be opened.
+        Warns if other processes hold much of its memory. Raises UserError if the device cannot be
+        opened.
         """
         count = self.count()
         if self.index >= count:

@@ -123,7 +123,7 @@ class Operations(PlainAttention):
         return rms_norm(x)
 
     def norm_and_keep(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (..., C)
-        """Return norm(x), and the x to use from then on, so that one operator can add its gradients."""
+        """Return norm(x), and the x to use from then on, so that both gradients can be joined."""
         return self.norm(x), x
 
     def add_norm(
@@ -263,7 +263,7 @@ class Operations(PlainAttention):
         layers: Sequence[HasUnits],
         dtype: torch.dtype,
     ) -> list[list[Tensor]] | None:
-        """Return a list of each layer's units(), each unit as one matrix in `dtype`.
+        """Return one list per layer, with each of its units() as a matrix in `dtype`.
 
         Returns None if each matrix is to be cast wherever it is used.
         """

@@ -130,7 +130,7 @@ class Host(Platform):
         raise NotImplementedError("passes are not probed on the host")
 
     def graphs_missing(self) -> str:
-        """Return why graphs cannot be used: a CPU launches no operators that one could hold."""
+        """Return why graphs are not used: a CPU launches no operators that a graph could hold."""
         return tr("the device is a CPU, which launches no operators that a graph could hold")
 
     def compiler_missing(self) -> str:

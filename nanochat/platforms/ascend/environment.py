@@ -48,11 +48,10 @@ def prepare_loading(
     torch_npu: str,
     environ: MutableMapping[str, str] = os.environ,
 ) -> str:
-    """Set the environment variables that torch_npu reads, and return "".
+    """Set the environment variables that torch_npu reads, or return why loading it would abort.
 
-    `torch_npu` is its version. Variables that the user has set are kept. If both names of the
-    allocator's variable are set, torch_npu would abort the process, so this sets nothing and
-    returns the reason.
+    Returns "" if loading would not abort. `torch_npu` is its version. Variables that the user has
+    set are kept. torch_npu aborts the process if both names of the allocator's variable are set.
 
     The task queue lets Python run ahead of the device, the CPU affinity keeps threads on nearby
     cores, and expandable segments keep memory from fragmenting.
@@ -117,8 +116,8 @@ def _claim(port: int) -> socket.socket | None:
 
     Collectives bind their ports only when the ranks first meet, so jobs that start together would
     all find the same ports free. A job therefore also binds an abstract Unix socket for each port.
-    The names of such sockets are shared by the same processes as the ports (also in containers with
-    --network host), and vanish when the process ends, however it ends.
+    The names of such sockets belong to the same network namespace as the ports (also in containers
+    with --network host), and vanish when the process ends, however it ends.
     """
     claim = socket.socket(socket.AF_UNIX)
     try:

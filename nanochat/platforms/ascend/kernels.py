@@ -74,7 +74,7 @@ class AscendPlain(Operations):
         v: Tensor,  # (B, Hkv, T, D)
         scale: float | None,
     ) -> Tensor:
-        """Implement PlainAttention.causal, without inf if the chip would report it as an overflow."""
+        """Implement PlainAttention.causal, without inf where mask() avoids it."""
         if not self._needs_finite_mask(q.dtype):
             return super().causal(q, k, v, scale)
         T = q.size(2)
@@ -346,7 +346,7 @@ def decode(
 ) -> Tensor:  # (B, 1, H, D)
     """Return attention of one query per row to the row's first keys, on an inference card.
 
-    `ends` is the number of these keys in each row.
+    `ends` has the number of these keys for each row.
     """
     import torch_npu  # pyright: ignore[reportMissingImports]
 
@@ -497,7 +497,7 @@ class AscendFused(AscendChunked):
         return qk
 
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
-        """Return 1/sqrt(D) times `sharpen` squared, as both queries and keys are to be sharpened."""
+        """Return the factor for the scores, `sharpen` squared (for both q and k) over sqrt(D)."""
         return sharpen**2 * head_dim**-0.5
 
     def attend(

@@ -360,7 +360,7 @@ class Offset(torch.autograd.Function):
 
 
 class Loss(torch.autograd.Function):
-    """Computes loss.chunked_loss(), with one kernel call for the loss and gradient of each chunk."""
+    """Computes loss.chunked_loss(), with one kernel call for each chunk's loss and gradient."""
 
     @staticmethod
     def forward(

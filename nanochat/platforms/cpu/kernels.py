@@ -369,9 +369,9 @@ class Kernels:
         epsilon: float,
         sharpen: float = 1.0,
     ) -> Tensor:  # (B, T, H, D)
-        """Return x after an RMS norm over D, times `weight`, with the first R channels rotated.
+        """Return x normed over D, times `weight` and `sharpen`, with the first R channels rotated.
 
-        The result is also multiplied by `sharpen`.
+        The norm is an RMS norm, and a `weight` of None counts as 1.
         """
         B, T, H, D = x.shape
         stride = x.stride(1)

@@ -577,9 +577,10 @@ class CpuOperations(Operations):
         """Implement PlainAttention.masked with faster operators for bf16.
 
         For a single query, torch's operator multiplies one number at a time, which takes 2 to 10
-        times as long. So heads that share their keys become queries of one head. Other heads are computed
-        with two products per row, or with the query doubled. With gradients and ungrouped heads,
-        several queries are computed with products, in less than half the time of torch's operator.
+        times as long. So heads that share their keys become queries of one head. Other heads are
+        computed with two products per row, or with the query doubled. With gradients and ungrouped
+        heads, several queries are computed with products, in less than half the time of torch's
+        operator.
         """
         B, T, H, D = q.shape
         K = k.size(1)
