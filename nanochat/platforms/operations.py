@@ -123,7 +123,7 @@ class Operations(PlainAttention):
         return rms_norm(x)
 
     def norm_and_keep(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (..., C)
-        """Return norm(x), and the x to use from then on, so that both gradients can be joined."""
+        """Return norm(x), and x for later use, so that a device can join the gradients of both."""
         return self.norm(x), x
 
     def add_norm(

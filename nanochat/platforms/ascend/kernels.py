@@ -344,7 +344,7 @@ def decode(
     ends: Sequence[int],
     scale: float | None = None,
 ) -> Tensor:  # (B, 1, H, D)
-    """Return attention of one query per row to the row's first keys, on an inference card.
+    """Return the attention of each row's query to the row's first keys, on an inference card.
 
     `ends` has the number of these keys for each row.
     """

@@ -99,7 +99,7 @@ def product(
 
 
 def normed(channels: int) -> Multiply:
-    """Return product() with the bound that holds for inputs that norm() has normalized.
+    """Return a version of product() whose bound holds for inputs that norm() has normalized.
 
     The mean square over a token's channels is 1, so no number exceeds the square root of
     `channels`.

@@ -113,8 +113,8 @@ class Nvidia(Platform):
     def operations(self, choice: KernelChoice) -> Operations:
         """Return operations with the attention that NvidiaOperations chooses, and log its name.
 
-        If `choice` is plain, it is torch's own. Raises UserError if fused kernels were requested, or
-        if the kernel that NANOCHAT_FLASH_KERNEL names cannot be loaded.
+        If `choice` is plain, the attention is torch's own. Raises UserError if fused kernels were
+        requested, or if the kernel that NANOCHAT_FLASH_KERNEL names cannot be loaded.
         """
         self.refuse_fused(choice)
         generation, _ = torch.cuda.get_device_capability()
