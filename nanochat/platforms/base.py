@@ -62,7 +62,7 @@ class Tracer(Protocol):
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a number format, such as bfloat16."""
+    """Return the name of `dtype`, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -77,9 +77,10 @@ def check_bf16(model: Model, matmul: Matmul) -> None:
 
 
 def requested_kernels(flag: str) -> KernelChoice:
-    """Return `flag` (--kernels), or if it is auto, the choice in NANOCHAT_KERNELS (default auto).
+    """Return the kernel choice: `flag` (--kernels), or NANOCHAT_KERNELS if `flag` is auto.
 
-    Raises UserError (exit code 2) if the choice is not valid.
+    If NANOCHAT_KERNELS is not set, the choice is auto. Raises UserError (exit code 2) if the choice
+    is not valid.
     """
     name = flag
     if flag == "auto":
@@ -197,9 +198,10 @@ class Platform:
     # --- opening ---------------------------------------------------------------------------------
 
     def open(self) -> torch.device:
-        """Open the device for this process and return it, with a warning if others use it.
+        """Open the device for this process, and return it.
 
-        Raises UserError if the device cannot be opened.
+        Warns if other processes hold much of its memory. Raises UserError if the device cannot be
+        opened.
         """
         count = self.count()
         if self.index >= count:
@@ -238,7 +240,7 @@ class Platform:
         return f"cpu:gloo,{self.name}:{self.backend}"
 
     def prepare_collectives(self) -> int:
-        """Set the collectives' environment variables, and return their time-out in seconds.
+        """Set the backend's environment variables, and return the collectives' time-out in seconds.
 
         Variables that the user has set are kept.
         """
@@ -294,7 +296,7 @@ class Platform:
         stream.synchronize()
 
     def clear_overflow(self) -> None:
-        """Clear the overflow flag of a chip that saturates where others give inf."""
+        """Clear the overflow flag of a chip whose overflows saturate instead of giving inf."""
 
     def overflows(self) -> list[torch.Tensor]:
         """Return a list of tensors (1,), nonzero if a number overflowed since clear_overflow().
@@ -351,7 +353,7 @@ class Platform:
         self.module.reset_peak_memory_stats()
 
     def memory_taken(self) -> int:
-        """Return the peak number of bytes that this process reserved since start_memory_watch()."""
+        """Return the peak number of bytes reserved by this process since start_memory_watch()."""
         self.synchronize()
         return int(self.module.max_memory_reserved())
 
@@ -404,7 +406,7 @@ class Platform:
         return graph.replay
 
     def graph_pool(self) -> Any:
-        """Return a memory pool for functions of captured() whose results are used immediately."""
+        """Return a `pool` for captured(), for functions whose results are used immediately."""
         return self.module.graph_pool_handle()
 
     def new_graph(self) -> Any:
@@ -426,7 +428,7 @@ class Platform:
 
     @contextlib.contextmanager
     def saving_memory(self, tokens: int) -> Iterator[None]:
-        """Make models compiled in this block use less memory if `tokens` per pass are many."""
+        """Make models compiled in this block use less memory if a pass has many `tokens`."""
         yield
 
     def finish_compiling(self) -> None:

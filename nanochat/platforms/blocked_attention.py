@@ -122,7 +122,7 @@ def _grouped(
     window: int,
     hidden: float,
 ) -> list[Tensor]:
-    """Return the results of `work` on a few heads at a time, whose weights fit a CPU's caches."""
+    """Return the results of `work`, run on few enough heads at a time to fit a CPU's caches."""
     N, T = tensors[0].shape[:2]
     head_bytes = 4 * T * _block_size(T)
     size = max(GROUP_BYTES // head_bytes, 1)

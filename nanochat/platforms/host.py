@@ -60,8 +60,8 @@ def compiler() -> str | None:
 def memory_free() -> int:
     """Return the bytes of memory that a process can still take without making others swap.
 
-    A container's limit (cgroup v2) counts too. Systems other than Linux report half of the physical
-    memory.
+    A container's limit (cgroup v2) counts too. On systems other than Linux, this is half of the
+    physical memory.
     """
     try:
         free = 1024 * _number(MEMORY, "MemAvailable:")
@@ -143,7 +143,8 @@ def plain_path(path: Path) -> bool:
 def _is_usable(folder: Path, is_named: bool = False) -> bool:
     """Create a folder if it is missing, and return whether only this user can write to it.
 
-    Warns if others can. A folder that the user has named (`is_named`) may be read-only.
+    Warns if others can, or if a folder that the user has named (`is_named`) cannot be created. Such
+    a folder may be read-only.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -222,7 +223,7 @@ def prepare_compiling() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc's malloc keep the memory that one step frees for the next step.
+    """Make glibc's malloc keep freed memory, so that the next step can reuse it.
 
     This applies to blocks of up to 32 MB, the most that glibc allows. By default, malloc maps large
     tensors to fresh, zeroed pages each time and returns the pages, which takes a tenth of a step's
@@ -250,7 +251,7 @@ def give_freed_memory_back() -> None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of this process in its job; by default, it is the only process."""
+    """The ranks of this process in its job, which by default has no other process."""
 
     rank: int = 0
     local_rank: int = 0

@@ -260,7 +260,7 @@ LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def operations_of(model: nn.Module) -> Operations:
-    """Return the operations that accelerate() has given a model, or else plain torch ones."""
+    """Return the operations that accelerate() gave a model, or new plain-torch ones otherwise."""
     attention = getattr(model, "attention", None)
     if isinstance(attention, Operations):
         return attention
@@ -268,9 +268,9 @@ def operations_of(model: nn.Module) -> Operations:
 
 
 def accelerate(model: Model, operations: Operations) -> Counter[str]:
-    """Make a model compute with a device's operators, and return how many modules were swapped.
+    """Make a model compute with a device's operators, and return a Counter of swapped modules.
 
-    They are counted by the name of their new class. Call this before the model is sharded or
+    It counts the modules by the name of their new class. Call this before the model is sharded or
     compiled.
     """
     module = cast(Any, model)
@@ -304,7 +304,7 @@ def _set_chunks(model: nn.Module, operations: Operations) -> None:
 
 
 def matrices_named(model: Model, endings: tuple[str, ...]) -> dict[str, Linear]:
-    """Return a dict of a model's Linear modules whose names end with one of `endings`, by name."""
+    """Return a model's Linear modules whose names end with one of `endings`, as a dict by name."""
     module = cast(nn.Module, model)
     return {
         name: matrix

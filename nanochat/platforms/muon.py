@@ -14,7 +14,7 @@ from nanochat.platforms.together import as_stack, place_together
 
 
 class ForeachMuon(MuonArithmetic):
-    """Does Muon's arithmetic, bit for bit, but subtracts from all matrices of a shape at once."""
+    """Matches MuonArithmetic bit for bit, but subtracts from all matrices of a shape at once."""
 
     def subtract(
         self,
@@ -36,7 +36,7 @@ class ForeachMuon(MuonArithmetic):
 
 
 class FusedMuon(MuonArithmetic):
-    """Does Muon's arithmetic, up to rounding, with few operators and little memory traffic.
+    """Matches MuonArithmetic up to rounding, with fewer operators and less memory traffic.
 
     Updates include the learning rate, and a step can be captured as a graph.
     """
@@ -56,7 +56,8 @@ class FusedMuon(MuonArithmetic):
     ) -> Tensor:
         """Return the updates, including the learning rate, and change `variance` in place.
 
-        Norms and factors are derived from those of rows or columns, to read large tensors rarely.
+        To read large tensors less often, norms and factors are derived from the norms of rows or
+        columns.
         """
         x = polar_express(_equilibrated(g))
         size = min(g.size(-2), g.size(-1)) ** 0.5  # the Frobenius norm of an update

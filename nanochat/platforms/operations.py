@@ -89,9 +89,10 @@ class Operations(PlainAttention):
     # --- serving ---------------------------------------------------------------------------------
 
     def serve(self, model: nn.Module) -> None:
-        """Prepare a model for inference in the device's fastest way.
+        """Prepare a model for the fastest inference on this device.
 
-        Its weights must not change until release(). Those that nothing else reads may become empty.
+        The weights must not change until release(). Weights that are copied into another layout may
+        become empty.
         """
 
     def release(self, model: nn.Module) -> None:
@@ -122,7 +123,7 @@ class Operations(PlainAttention):
         return rms_norm(x)
 
     def norm_and_keep(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (..., C)
-        """Return norm(x), and an x to use from then on, so that both gradients can be joined."""
+        """Return norm(x), and x for later use, so that a device can join the gradients of both."""
         return self.norm(x), x
 
     def add_norm(
@@ -207,7 +208,7 @@ class Operations(PlainAttention):
         sharpen: float,
         joined_weight: Tensor | None = None,  # the matrices as one, from cast_together()
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
-        """Return the queries and keys, rotated, normalized and times `sharpen`, and the values.
+        """Return queries and keys (rotated, normalized and multiplied by `sharpen`), and values.
 
         A device may instead include the factor `sharpen` in softmax_scale().
         """
@@ -262,7 +263,7 @@ class Operations(PlainAttention):
         layers: Sequence[HasUnits],
         dtype: torch.dtype,
     ) -> list[list[Tensor]] | None:
-        """Return for each layer a list of its units() as matrices in `dtype`.
+        """Return one list per layer, with each of its units() as a matrix in `dtype`.
 
         Returns None if each matrix is to be cast wherever it is used.
         """
@@ -322,7 +323,7 @@ class Operations(PlainAttention):
         middle: Tensor,  # (B, T, C)
         share: Tensor,  # (1,) fp32
     ) -> Tensor:
-        """Return x minus a share of the activations from the middle of the network."""
+        """Return x minus `share` times `middle`, the activations halfway through the network."""
         return x - share.to(x.dtype) * middle
 
     # --- logits and loss -------------------------------------------------------------------------
@@ -357,9 +358,9 @@ class Operations(PlainAttention):
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # (n, C), (n,), (n,)
         """Return the arguments without most of the tokens that have no target.
 
-        Tokens are dropped only in uncompiled code, and if skips_masked is set. A multiple of
-        ROW_GRAIN tokens then remains if there are enough, because tensors of many different sizes
-        reuse memory less often.
+        Tokens are dropped only in uncompiled code and only if `skips_masked` is set. A multiple of
+        256 tokens (ROW_GRAIN) then remains if there are enough, because tensors of many different
+        sizes reuse memory less often.
         """
         if not self.skips_masked or is_compiling():  # compiled code wants one shape
             return x, targets, weights

@@ -1,4 +1,4 @@
-"""The host as a device, in plain torch, for when the optional CPU kernels are removed."""
+"""The host as a device, in plain torch, to which the optional folder cpu/ adds kernels."""
 
 import contextlib
 import os
@@ -48,7 +48,7 @@ class Host(Platform):
         return 1
 
     def is_slow(self) -> bool:
-        """Return whether the processor lacks AVX-512, which makes steps 2 to 3 times as fast."""
+        """Return whether the processor lacks AVX-512, with which steps are 2 to 3 times as fast."""
         return "avx512f" not in host.cpu_flags()
 
     def best_dtype(self) -> tuple[torch.dtype, str]:
@@ -84,7 +84,7 @@ class Host(Platform):
         return Operations(stacks_matrices=choice != "plain")
 
     def default_operations(self) -> Operations:
-        """Return the operations of a Compute that is created without any, such as a test's."""
+        """Return operations for a Compute that is created without any, as in tests."""
         return Operations()
 
     def synchronize(self) -> None:
@@ -126,11 +126,11 @@ class Host(Platform):
         """Do nothing, because memory_taken() is not supported on the host."""
 
     def memory_taken(self) -> int:
-        """Raise NotImplementedError, because no pass's memory is measured on the host."""
+        """Raise NotImplementedError, because the memory of a pass is not measured on the host."""
         raise NotImplementedError("passes are not probed on the host")
 
     def graphs_missing(self) -> str:
-        """Return the reason: a CPU launches no operators that a graph could hold."""
+        """Return why graphs are not used: a CPU launches no operators that a graph could hold."""
         return tr("the device is a CPU, which launches no operators that a graph could hold")
 
     def compiler_missing(self) -> str:

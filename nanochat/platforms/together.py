@@ -1,6 +1,6 @@
 """Functions that cast, move or multiply by several matrices at once.
 
-They are for devices on which every operator costs a launch. Casts are fastest if matrices of one
+Most are for devices on which every operator costs a launch. Casts are fastest if matrices of one
 shape are adjacent in memory. Otherwise they copy the matrices first, with the same results.
 """
 
@@ -23,7 +23,7 @@ Pack = Callable[[Tensor], Product]
 
 
 class HasUnits(Protocol):
-    """A layer that reports which of its matrices are multiplied as one (Protocol)."""
+    """A layer that reports which of its matrices are multiplied as one."""
 
     def units(self) -> Layer: ...
 
@@ -127,7 +127,7 @@ def cast_together(
     layers: Sequence[Layer],
     dtype: torch.dtype,
 ) -> list[list[Tensor]]:
-    """Return for each layer a list of its units, each one matrix in `dtype`, with gradients.
+    """Return one list per layer, with each of its units as a differentiable matrix in `dtype`.
 
     A forward pass calls this once, instead of casting matrices one by one.
     """

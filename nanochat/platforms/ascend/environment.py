@@ -48,14 +48,13 @@ def prepare_loading(
     torch_npu: str,
     environ: MutableMapping[str, str] = os.environ,
 ) -> str:
-    """Set the environment variables that torch_npu reads, and return why loading it would abort.
+    """Set the environment variables that torch_npu reads, or return why loading it would abort.
 
-    Returns "" if it would not. `torch_npu` is its version. Variables that the user has set are
-    kept.
+    Returns "" if loading would not abort. `torch_npu` is its version. Variables that the user has
+    set are kept. torch_npu aborts the process if both names of the allocator's variable are set.
 
     The task queue lets Python run ahead of the device, the CPU affinity keeps threads on nearby
-    cores, and expandable segments keep memory from fragmenting. torch_npu aborts the process if
-    both names of the allocator's variable are set.
+    cores, and expandable segments keep memory from fragmenting.
     """
     if all(name in environ for name in ALLOCATORS):
         return f"{ALLOCATORS[0]} and {ALLOCATORS[1]} are both set, on which it aborts; unset {ALLOCATORS[1]}"
@@ -85,7 +84,7 @@ def prepare_collectives(environ: MutableMapping[str, str] = os.environ) -> int:
 
 
 def card_file(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the device file of this host's first card, or "" if the host has no card.
+    """Return the path of a card's device file, or "" if this host has no card.
 
     Tests set ASCEND_ROOT_PREFIX to the root folder of a fake host.
     """
@@ -113,12 +112,12 @@ def port_taken(port: int) -> bool:
 
 
 def _claim(port: int) -> socket.socket | None:
-    """Return a socket that reserves a port for this job, or None if another process reserved it.
+    """Return a socket that reserves a port for this job, or None if the port is already reserved.
 
     Collectives bind their ports only when the ranks first meet, so jobs that start together would
     all find the same ports free. A job therefore also binds an abstract Unix socket for each port.
-    The names of such sockets belong to the same network as the ports (also in containers with
-    --network host), and vanish when the process ends, however it ends.
+    The names of such sockets belong to the same network namespace as the ports (also in containers
+    with --network host), and vanish when the process ends, however it ends.
     """
     claim = socket.socket(socket.AF_UNIX)
     try:
@@ -181,7 +180,7 @@ def _close(claims: Iterable[socket.socket]) -> None:
 
 
 def block_words(base: int, taken_port: int) -> str:
-    """Return a message that the block of ports at `base` is taken, with a free one to use."""
+    """Return a message that the block of ports at `base` is taken, naming a free block to use."""
     free = PortBlocks().free()
     return (
         f"HCCL_IF_BASE_PORT={base} needs ports {base} to {base + BLOCK - 1} for this job's collectives, and port "

@@ -74,7 +74,7 @@ class AscendPlain(Operations):
         v: Tensor,  # (B, Hkv, T, D)
         scale: float | None,
     ) -> Tensor:
-        """Implement PlainAttention.causal, without inf if the chip would report overflow."""
+        """Implement PlainAttention.causal, without inf where mask() avoids it."""
         if not self._needs_finite_mask(q.dtype):
             return super().causal(q, k, v, scale)
         T = q.size(2)
@@ -122,7 +122,7 @@ class AscendChunked(AscendPlain):
     ) -> list[list[Tensor]] | None:
         """Implement Operations.cast_together, but return None if gradients are disabled.
 
-        Most parameters then already have the compute dtype.
+        In inference, most parameters already have the compute dtype.
         """
         if not torch.is_grad_enabled():
             return None
@@ -220,7 +220,7 @@ class AscendChunked(AscendPlain):
         chunk: int,
         capped: bool = True,
     ) -> Tensor:
-        """Implement Operations.loss with few_launches.chunked_loss(), if `capped`."""
+        """Implement Operations.loss with few_launches.chunked_loss() if `capped`."""
         if not capped:
             return super().loss(x, head, targets, vocab, weights, chunk, capped)
         return few_launches.chunked_loss(x, head, targets, vocab, weights, chunk, HIDDEN)
@@ -317,7 +317,7 @@ def prompt(
     visible: Tensor,  # (1 or B, 1, T, K) bool, True = visible
     scale: float | None = None,
 ) -> Tensor:  # (B, T, H, D)
-    """Return the attention of many queries per row, on an inference card.
+    """Return attention to the `visible` keys, on an inference card.
 
     The card's operator supports no window, only a mask of all keys for every query.
     """
@@ -344,9 +344,9 @@ def decode(
     ends: Sequence[int],
     scale: float | None = None,
 ) -> Tensor:  # (B, 1, H, D)
-    """Return the attention of each row's query to the row's first keys, as many as `ends` says.
+    """Return the attention of each row's query to the row's first keys, on an inference card.
 
-    This runs on an inference card.
+    `ends` has the number of these keys for each row.
     """
     import torch_npu  # pyright: ignore[reportMissingImports]
 
@@ -497,7 +497,7 @@ class AscendFused(AscendChunked):
         return qk
 
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
-        """Return the factor for the scores, with `sharpen` squared, for queries and keys."""
+        """Return the factor for the scores, `sharpen` squared (for both q and k) over sqrt(D)."""
         return sharpen**2 * head_dim**-0.5
 
     def attend(
@@ -588,12 +588,12 @@ KINDS: dict[str, type[AscendPlain]] = {
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
-    """Return the factor for the scores, which is 1/sqrt(D) if `scale` is None."""
+    """Return `scale`, the factor for the scores, or its default 1/sqrt(D) if it is None."""
     return q.size(3) ** -0.5 if scale is None else scale
 
 
 def _in_units(q: Tensor) -> bool:  # (B, T, H, D)
-    """Return whether queries have 16 bits and a head dimension that is a multiple of 16."""
+    """Return whether q has 16-bit numbers and a head dimension that is a multiple of 16."""
     return q.element_size() == 2 and q.size(3) % 16 == 0
 
 

@@ -55,7 +55,7 @@ class AscendListed(AscendFused):
         x: Tensor,  # (..., C)
         y: Tensor,  # (..., C)
     ) -> tuple[Tensor, Tensor]:
-        """Implement Operations.add_norm with npu_add_rms_norm, if the chip has no npu_rms_norm.
+        """Implement Operations.add_norm with npu_add_rms_norm, if that is the only fused norm.
 
         The backward pass is written here, with torch's operators.
         """
@@ -85,7 +85,7 @@ class AscendListed(AscendFused):
         dtype: torch.dtype,
         base: float = 100_000,
     ) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines in the layout of the operator that rotates on this chip."""
+        """Return the rotary tables in the form that rotary() reads on this chip."""
         if self.operators.intersection(ROTATIONS):
             return super().rotary_tables(length, head_dim, device, dtype, base)
         return Operations.rotary_tables(self, length, head_dim, device, dtype, base)
@@ -258,9 +258,10 @@ Trial = Callable[[Operations, list[Tensor]], Tensor]  # computes something from 
 
 
 def try_operators(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return for each job the first fused operator that works on this card.
+    """Return the names of the fused operators to use on this card, at most one for each job.
 
-    Logs why an operator does not work. Results are compared with those of fp32 on the host.
+    A job gets the first of its operators whose results are close to those of fp32 on the host. Logs
+    why an operator does not work.
     """
     trials = {
         (ATTENTION,): _attends,
@@ -322,7 +323,7 @@ def _results(
     operations: Operations,
     qkv: list[Tensor],
 ) -> list[Tensor]:
-    """Return a list of a trial's result and, except for decoding, its gradients."""
+    """Return a list of a trial's result and, except for decoding, the gradients of its inputs."""
     if trial is _decodes:
         with torch.no_grad():
             return [trial(operations, qkv)]

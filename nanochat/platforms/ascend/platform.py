@@ -25,7 +25,7 @@ from nanochat.platforms.operations import KernelChoice, Operations
 
 
 class Ascend(Platform):
-    """An Ascend NPU; call unavailable() first, because it imports torch_npu."""
+    """An Ascend NPU. Call unavailable() first, because that imports torch_npu."""
 
     name = "npu"
     backend = "hccl"
@@ -132,8 +132,9 @@ class Ascend(Platform):
     def ranks_met(self, rank: int, local_rank: int, world_size: int) -> None:
         """Reserve ports on each host for the collectives of a job with several ranks.
 
-        Local rank 0 reserves the block at HCCL_IF_BASE_PORT. If the variable is not set, it becomes
-        the start of a free block, if there is one. Raises UserError if the user's block is taken.
+        Local rank 0 reserves the block at HCCL_IF_BASE_PORT. If the variable is not set, all ranks
+        of the host set it to the start of a free block, if there is one. Raises UserError if the
+        user's block is taken.
         """
         if world_size == 1:
             return
@@ -240,7 +241,7 @@ class Ascend(Platform):
     def graphs_missing(self) -> str:
         """Return why graphs cannot be captured, or "" if they can.
 
-        The chip, torch_npu and the variable TASK_QUEUE_ENABLE must all allow it.
+        The chip, torch_npu and the variable TASK_QUEUE_ENABLE must all allow capturing.
         """
         if self.chip is not None and self.chip.kernels != "fused":
             return tr(
@@ -266,5 +267,5 @@ class Ascend(Platform):
         return self.module.NPUGraph()
 
     def compiler_missing(self) -> str:
-        """Return the reason: torch.compile is off on NPUs."""
+        """Return why torch.compile cannot be used: it is off on NPUs."""
         return tr("off on NPUs")

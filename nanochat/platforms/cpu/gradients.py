@@ -267,7 +267,7 @@ class Product8:
 
 
 class Attention(torch.autograd.Function):
-    """Computes causal attention with a window, and recomputes the weights for the gradients."""
+    """Computes causal attention with a window, recomputing its weights for the gradients."""
 
     @staticmethod
     def forward(
@@ -307,7 +307,7 @@ class Attention(torch.autograd.Function):
 
 
 class Smear(torch.autograd.Function):
-    """Adds to each token's activations a gated share of those of the token before."""
+    """Adds a gated share of the previous token's activations to those of each token."""
 
     @staticmethod
     def forward(
@@ -343,7 +343,7 @@ class Smear(torch.autograd.Function):
 
 
 class Offset(torch.autograd.Function):
-    """Replaces half of each key with the same half of the key of the token before."""
+    """Replaces half of each key with the same half of the previous token's key."""
 
     @staticmethod
     def forward(
@@ -360,7 +360,7 @@ class Offset(torch.autograd.Function):
 
 
 class Loss(torch.autograd.Function):
-    """Computes loss.chunked_loss(), with one kernel call for the loss and gradient of a chunk."""
+    """Computes loss.chunked_loss(), with one kernel call for each chunk's loss and gradient."""
 
     @staticmethod
     def forward(

@@ -79,9 +79,9 @@ def compiled(
 ) -> Path:
     """Return the path of a C++ source's library, compiling it into `folder` if it is missing.
 
-    `command` is the compiler, and `source` is kernels.cpp by default. The library's name contains a
-    hash of the sources, the command and the processor. Raises OSError or subprocess.SubprocessError
-    if the library cannot be compiled.
+    `command` is the compiler, and `source` is kernels.cpp by default. The library's name contains
+    the hash from _digest(). A library that neither this user nor root owns counts as missing.
+    Raises OSError or subprocess.SubprocessError if the library cannot be compiled.
     """
     source = source or SOURCE
     flags = [*FLAGS, *_processor_flags()]
@@ -106,7 +106,7 @@ def _processor_flags() -> list[str]:
 
 
 def _digest(command: str, flags: list[str], source: Path) -> str:
-    """Return a hash of a library's sources, compiler command and target processor."""
+    """Return a hash of a library's sources, compiler command, flags and target processor."""
     processor = (sorted(host.cpu_flags()), host.cpu_model())
     content = repr((command, flags, processor)).encode()
     for name in (source, *HEADERS):
@@ -115,7 +115,7 @@ def _digest(command: str, flags: list[str], source: Path) -> str:
 
 
 def _is_ours(library: Path) -> bool:
-    """Return whether a library exists, and belongs to this user or to root."""
+    """Return whether the file `library` exists and belongs to this user or root."""
     try:
         owner = library.stat().st_uid
     except FileNotFoundError:
@@ -319,9 +319,9 @@ class Kernels:
         pointer: int,
         outputs: int,
     ) -> Tensor:  # (..., outputs)
-        """Return x times the transpose of a matrix at an address from reads().
+        """Return x times the transposed matrix at the address `pointer`, which reads() returned.
 
-        This is for few rows, and runs on one thread.
+        This suits few rows, and runs on one thread.
         """
         x = x.contiguous()
         inputs = x.size(-1)
@@ -339,7 +339,7 @@ class Kernels:
         epsilon: float,
         added: Tensor | None = None,  # (..., C)
     ) -> tuple[Tensor, Tensor]:  # (..., C) twice
-        """Return the RMS norm of x + `added`, times `weight`, and the sum; None has no effect."""
+        """Return the RMS norm of x + `added`, times `weight` if given, and the sum x + `added`."""
         x = x.contiguous()
         y = torch.empty_like(x)
         total = x
@@ -369,9 +369,9 @@ class Kernels:
         epsilon: float,
         sharpen: float = 1.0,
     ) -> Tensor:  # (B, T, H, D)
-        """Return x after an RMS norm over D, times `weight`, with the first R channels rotated.
+        """Return x normed over D, times `weight` and `sharpen`, with the first R channels rotated.
 
-        The result is also multiplied by `sharpen`.
+        The norm is an RMS norm, and a `weight` of None counts as 1.
         """
         B, T, H, D = x.shape
         stride = x.stride(1)

@@ -63,7 +63,7 @@ class _Packed:
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return the product of x (..., inputs) and the matrix.
 
-        This is the `multiply` hook of a Linear; the given `weight` is not needed.
+        This is the `multiply` hook of a Linear; `weight` is ignored.
         """
         outputs, inputs = self._shape
         has_few_rows = x.numel() <= FEW_ROWS * inputs
@@ -74,7 +74,7 @@ class _Packed:
 
 
 class CpuOperations(Operations):
-    """Operators that use C++ kernels, or plain torch if the kernels cannot be compiled.
+    """Operators that use C++ kernels, or plain torch where the kernels are missing or do not apply.
 
     In bf16 models under torch.compile, attention without grouped heads is computed in blocks, which
     takes less than half the time there.
@@ -90,7 +90,7 @@ class CpuOperations(Operations):
         stacks_matrices: bool = True,
         compiles: bool = True,
     ):
-        """With `compiles`, the C++ kernels are compiled on first use; without, none are used."""
+        """With `compiles`, the C++ kernels are compiled on first use; without it, none are used."""
         super().__init__(stacks_matrices)
         self.fuses_layers = compiles
         self._compiles = compiles
@@ -124,7 +124,8 @@ class CpuOperations(Operations):
     def _train(self, *tensors: Tensor) -> Trained | None:
         """Return the kernels for training, or None if they cannot be used with these tensors.
 
-        They need gradients, uncompiled code, and host tensors that are all fp32 or all bf16.
+        The kernels need enabled gradients, uncompiled code, and host tensors that are all fp32 or
+        all bf16.
         """
         if is_compiling() or not torch.is_grad_enabled():
             return None
@@ -157,7 +158,8 @@ class CpuOperations(Operations):
     def _fast(self, *tensors: Tensor) -> Kernels | None:
         """Return the kernels for inference, or None if they cannot be used with these tensors.
 
-        They need serve(), disabled gradients, uncompiled code, and tensors all fp32 or all bf16.
+        The kernels need serve(), disabled gradients, uncompiled code, and tensors that are all fp32
+        or all bf16.
         """
         if is_compiling():  # compiled code must not depend on _kernels
             return None
@@ -193,7 +195,7 @@ class CpuOperations(Operations):
 
     @torch.no_grad()
     def serve(self, model: nn.Module) -> None:
-        """Implement Operations.serve, after which passes without gradients use the C++ kernels.
+        """Implement Operations.serve, and let passes without gradients use the C++ kernels, if any.
 
         If oneDNN supports bf16 here, bf16 matrices are stored in its layout. A single row is then
         multiplied in half the time, at the speed of memory, with the same result up to rounding.
@@ -259,8 +261,8 @@ class CpuOperations(Operations):
     ) -> Tensor:
         """Implement Operations.weighted_norm with a C++ kernel in inference.
 
-        Without gradients and a kernel, torch's own norm is used, which is cheaper than an autograd
-        function.
+        If gradients are disabled and the kernel does not apply, torch's own norm is used, which is
+        cheaper than an autograd function.
         """
         kernels = self._fast(x) if weight.dim() == 1 else None
         if kernels is not None:
@@ -574,10 +576,11 @@ class CpuOperations(Operations):
     ) -> Tensor:  # (B, T, H, D)
         """Implement PlainAttention.masked with faster operators for bf16.
 
-        For a single query, torch's operator multiplies number by number, which takes 2 to 10 times
-        as long. So heads that share their keys become queries of one head. Other heads are computed
-        with two products per row, or with the query doubled. With gradients and ungrouped heads,
-        several queries are computed with products, in less than half the time of torch's operator.
+        For a single query, torch's operator multiplies one number at a time, which takes 2 to 10
+        times as long. So heads that share their keys become queries of one head. Other heads are
+        computed with two products per row, or with the query doubled. With gradients and ungrouped
+        heads, several queries are computed with products, in less than half the time of torch's
+        operator.
         """
         B, T, H, D = q.shape
         K = k.size(1)
@@ -592,7 +595,7 @@ class CpuOperations(Operations):
         if group == 1 and B * K >= DECODED_KEYS and k.numel() <= DECODED_NUMBERS:
             return one_query(q, k, v, visible, scale)
         queries = q.reshape(B, Hkv, group, D)
-        if group == 1:  # twice, because a single query would be multiplied number by number
+        if group == 1:  # twice, because a single query is multiplied one number at a time
             queries = queries.expand(-1, -1, 2, -1)
         y = F.scaled_dot_product_attention(
             queries,
@@ -614,7 +617,11 @@ class CpuOperations(Operations):
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:  # (B, T, H, D)
-        """Implement PlainAttention.extend with C++ kernels, if serve() has prepared the model."""
+        """Implement PlainAttention.extend with C++ kernels.
+
+        Returns None if _fast() does, or if there are several queries per row that do not suit
+        attend_many().
+        """
         B, T, _, D = q.shape
         kernels = self._fast(q, cached_k)
         if kernels is None:
@@ -632,7 +639,7 @@ class CpuOperations(Operations):
 
 
 def _own(matrix: nn.Module) -> TypeGuard[Linear]:
-    """Return whether the kernels can multiply in place of a matrix module.
+    """Return whether the kernels can multiply in place of the module `matrix`.
 
     The module must be a Linear of this project without a bias or an adapter, and multiply only by
     its own weight, rounded to the format of the activations or to 8 bits.

@@ -42,9 +42,9 @@ class Cpu(Host):
         return "auto" if int8.kernels_of(operations) is None else "int8"
 
     def usual_mfu(self) -> float:
-        """Return 0.6 with the C++ kernels and AVX2, or else the default of 0.4.
+        """Return 0.6 if the host has a C++ compiler and AVX2, or else the default of 0.4.
 
-        The kernels reach 0.55 to 0.75 in fp32, bf16 and int8 (dev/LOG.md).
+        The C++ kernels reach 0.55 to 0.75 in fp32, bf16 and int8 (dev/LOG.md).
         """
         has_kernels = host.compiler() is not None
         if has_kernels and "avx2" in host.cpu_flags():

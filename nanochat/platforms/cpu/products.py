@@ -63,7 +63,7 @@ class Matrix:
 
 
 class Matrix8(Matrix):
-    """Stacked matrices that are rounded from the masters and multiply in 8-bit integers."""
+    """One or more matrices, stacked by rows, that are rounded to 8-bit integers to multiply."""
 
     def __init__(
         self,

@@ -63,7 +63,8 @@ def side_by_side(x: Tensor) -> Tensor:  # (B, T, H, D)
 def token_stride(x: Tensor) -> int:  # (B, T, H, D)
     """Return the distance in elements between consecutive tokens.
 
-    If the tokens or their heads are not evenly spaced, it is the distance in a contiguous copy.
+    If the tokens are not evenly spaced or the heads of a token not adjacent, it is the distance in
+    a contiguous copy.
     """
     x = side_by_side(x)
     B, T, H, D = x.shape
@@ -177,7 +178,7 @@ class Training:
         epsilon: float,
         sharpen: float,
     ) -> None:
-        """Write the gradient of x to `x_grad`, given that of Kernels.turn() without a weight."""
+        """Write the gradient of x to `x_grad`, where y is Kernels.turn() of x without a weight."""
         B, T, H, D = x.shape
         half = cos.size(-1)
         assert half * 2 == D
@@ -277,7 +278,7 @@ class Training:
         smear_lambda: Tensor,  # ()
         opened: Tensor,  # (B, T) fp32
     ) -> tuple[Tensor, Tensor]:  # (B, T, C), (R + 1,) fp32
-        """Return the gradient of x, and one tensor with those of w and, last, of `smear_lambda`."""
+        """Return the gradient of x, and a tensor with those of w followed by `smear_lambda`'s."""
         B, T, C = x.shape
         y_grad = y_grad.contiguous()
         x_grad = torch.empty_like(x)
@@ -397,7 +398,7 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 def _strides(*tensors: Tensor) -> Tensor:  # (B, T, H, D) each -> (2 * tensors,)
-    """Return the strides of each tensor's first two dimensions, one tensor after another.
+    """Return one tensor with the strides of the first two dimensions of each of `tensors`.
 
     The heads of a token must be adjacent in memory.
     """

@@ -38,7 +38,7 @@ Attention = Callable[..., Any]  # has the signature of FlashAttention 3
 
 
 class NvidiaOperations(Operations):
-    """Torch's own operators, with windowed attention from the fastest installed library."""
+    """Torch's own operators, with windowed attention from FlashAttention where possible."""
 
     loss_chunk = 8192
     grain = 64
@@ -169,9 +169,9 @@ def _installed(module: str) -> bool:
 
 
 def _of_package(modules: Sequence[str]) -> tuple[Attention, str] | None:
-    """Return the attention of the first module that is installed and works, and a name for it.
+    """Return the attention function of the first usable module, and the library's name.
 
-    Returns None if no module does.
+    Returns None if no module is usable. Warns about modules that are installed but unusable.
     """
     for module in modules:
         try:

@@ -99,7 +99,7 @@ def product(
 
 
 def normed(channels: int) -> Multiply:
-    """Return product() with the bound that holds for inputs that norm() has normalized.
+    """Return a version of product() whose bound holds for inputs that norm() has normalized.
 
     The mean square over a token's channels is 1, so no number exceeds the square root of
     `channels`.
@@ -113,8 +113,8 @@ def normed(channels: int) -> Multiply:
 def use(model: Model) -> None:
     """Make the large matrices in a GPT's layers multiply in FP8 during training.
 
-    Raises UserError (exit code 2) if the model is not a GPT, or if the tokens of a row or the sides
-    of these matrices are not multiples of 16.
+    Raises UserError (exit code 2) if the model is not a GPT, or if the number of tokens in a row or
+    a side of these matrices is not a multiple of 16.
     """
     matrices = matrices_named(model, (*NORMED, PROJECTION))
     if not matrices:

@@ -111,10 +111,10 @@ class Nvidia(Platform):
         )
 
     def operations(self, choice: KernelChoice) -> Operations:
-        """Return operations with the fastest installed windowed attention, and log its name.
+        """Return operations with the attention that NvidiaOperations chooses, and log its name.
 
-        Plain kernels mean torch's own attention. Raises UserError if fused kernels were requested,
-        or if the kernel that NANOCHAT_FLASH_KERNEL names cannot be loaded.
+        If `choice` is plain, the attention is torch's own. Raises UserError if fused kernels were
+        requested, or if the kernel that NANOCHAT_FLASH_KERNEL names cannot be loaded.
         """
         self.refuse_fused(choice)
         generation, _ = torch.cuda.get_device_capability()
