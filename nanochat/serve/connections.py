@@ -42,7 +42,7 @@ Wait = Literal["idle", "headers", "body", "read", "leave"]
 
 @dataclass(frozen=True)
 class Caps:
-    """Bounds on connections: the seconds that each kind of wait may take, counts, and bytes."""
+    """Bounds on connections: the seconds that each kind of Wait may take, number, and memory."""
 
     idle: float = 30  # longer than clients keep unused connections, so that clients close first
     headers: float = 10  # headers fit into a few packets

@@ -127,7 +127,7 @@ class Metrics:
         )
 
     def ended(self, reason: str) -> None:
-        """Count a reply that ended, under its `reason`."""
+        """Count a reply that ended for `reason`."""
         self._ended.labels(self._model, reason).inc()
 
     def _counter(self, name: str, help_text: str) -> Counter:

@@ -115,7 +115,7 @@ class Reply:
     """Collects the parts of a growing reply, and turns them into the deltas to send.
 
     Text goes into `content`. A calculator call becomes one `tool` delta, {expression, result},
-    which extends OpenAI's format and which other clients ignore. Its `result` is null if no result
+    an extension of OpenAI's format that other clients ignore. Its `result` is null if no result
     followed. A call of one of the client's tools goes into `tool_calls`.
     """
 

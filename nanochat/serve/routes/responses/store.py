@@ -32,8 +32,8 @@ class _Entry(NamedTuple):
 class ResponseStore:
     """The stored responses of all clients.
 
-    If they are too many or too large, the least recently used ones are dropped. Threads may share a
-    store.
+    If there are too many, or they are too large together, the least recently used ones are dropped.
+    Threads may share a store.
     """
 
     def __init__(
