@@ -75,13 +75,13 @@ ASSETS = {
 
 
 def assets() -> Mapping[str, bytes]:
-    """Return the contents of the web pages and their files, by name."""
+    """Return a dict from the name to the content of each page in web/ and each file it loads."""
     folder = importlib.resources.files("nanochat.serve") / "web"
     return {name: (folder / name).read_bytes() for name in (*PAGES, *ASSETS)}
 
 
 def create_app(models: Sequence[Loadable], settings: Settings) -> App:
-    """Return the web application, which starts the engine threads and stops them at its end."""
+    """Return the web application, which starts the engine threads, and stops them when it ends."""
     server = ChatServer(models, settings)
     files = assets()
     runs = None

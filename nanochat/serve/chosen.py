@@ -65,7 +65,7 @@ def choose(
     compute: Compute,
     adapter: Path | None = None,
 ) -> Chosen:
-    """Load the model that the flags name, by default the one that was trained last.
+    """Load and return the model that the flags name, by default the one that was trained last.
 
     `dtype` is the number format to compute in; "auto" leaves the choice to the device. `adapter` is
     the folder of an adapter to merge into a published model. Raises UserError if flags contradict
@@ -111,7 +111,8 @@ def _lay_out(
 ) -> None:
     """Store the model's matrices in the format of --weights, laid out for the device.
 
-    Raises UserError (exit code 2) if 8-bit matrices are unsupported or no faster here.
+    Raises UserError (exit code 2) if the flags ask for 8-bit matrices, but these are unsupported or
+    no faster here.
     """
     if flags.weights == "int8":
         reason = _no_int8(loaded, compute)
@@ -176,10 +177,11 @@ def names_adapter(value: str) -> bool:
 
 
 def adapter_folders(values: Sequence[str], model: Path | None) -> dict[str, Path]:
-    """Return a dict from name to folder of the adapters that --adapter or --also ask for.
+    """Return the adapters that `values` name, as a dict from name to folder.
 
-    A value is NAME=FOLDER, or FOLDER alone, whose last component is then the name. Raises UserError
-    (exit code 2) if a value is malformed, a name not unique, or the base model (`model`) missing.
+    Each of these values of --adapter or --also is NAME=FOLDER, or FOLDER alone, whose last
+    component is then the name. Raises UserError (exit code 2) if a value is malformed, a name not
+    unique, or the base model (`model`) missing.
     """
     if values and model is None:
         raise UserError(NEEDS_BASE, exit_code=2)
@@ -243,7 +245,7 @@ def cache_sizes(
 
 
 def _context(flags: ModelFlags, loaded: Loaded) -> int:
-    """Return the longest chat in tokens.
+    """Return how many tokens a chat may have.
 
     Raises UserError (exit code 2) if --context is out of range.
     """

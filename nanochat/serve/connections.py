@@ -1,4 +1,4 @@
-"""Limits the server's connections: their number, their memory, and how long each may stall it.
+"""Limits the server's connections: their number, memory, and how long they may stall it.
 
 A connection is in one of two states. Either the client waits for the server; this has no deadline
 here, because the queue of chats bounds it. Or the server waits for the client to send a request, to
@@ -42,7 +42,7 @@ Wait = Literal["idle", "headers", "body", "read", "leave"]
 
 @dataclass(frozen=True)
 class Caps:
-    """Bounds on connections: the seconds that each kind of wait may take, counts, and bytes."""
+    """Bounds on connections: the seconds that each kind of Wait may take, number, and memory."""
 
     idle: float = 30  # longer than clients keep unused connections, so that clients close first
     headers: float = 10  # headers fit into a few packets
@@ -58,7 +58,7 @@ class Caps:
 
 
 class Seldom:
-    """Logs each warning at most once in WARNING_SECONDS, so that an attack cannot flood the log."""
+    """Logs each warning at most once per WARNING_SECONDS, so that no attack can flood the log."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
@@ -72,10 +72,10 @@ class Seldom:
 
 
 def neighbour(host: str) -> str:
-    """Return the address that a client counts under: its IPv4 address, or its IPv6 /64 network.
+    """Return the address under which a client is counted: its IPv4 address or IPv6 /64 network.
 
-    One customer of an IPv6 provider has all addresses of such a network. Other hosts are returned
-    unchanged.
+    IPv6 providers give each customer at least one such network. A `host` that is not an IP address
+    is returned unchanged.
     """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
@@ -101,7 +101,8 @@ class Connections:
     def admit(self, new: "Connection") -> bool:
         """Count a new connection, and return whether there is room for it.
 
-        If there are too many, one that keeps the server waiting is closed, if any does.
+        If there are too many, in total or from its address, one that keeps the server waiting is
+        closed to make room, if there is one.
         """
         self.per_address[new.address] += 1
         if self.per_address[new.address] > self.caps.per_address:
@@ -119,10 +120,10 @@ class Connections:
         return True
 
     def make_room(self, address: str | None = None) -> bool:
-        """Close the connection that has kept the server waiting longest.
+        """Close the connection that has kept the server waiting longest, if any does.
 
-        With an `address`, only connections from that address are considered. Returns False if none
-        of them keeps the server waiting.
+        With an `address`, only connections from that address are considered. Returns whether a
+        connection was closed.
         """
         for connection in self.waiting:
             if address in (None, connection.address):
@@ -133,8 +134,8 @@ class Connections:
     def wait(self, connection: "Connection", wait: Wait) -> None:
         """Record that a connection begins to keep the server waiting.
 
-        If too many clients do not read their answers, the one that has not read for longest is
-        dropped.
+        If too many clients do not read their answers, the one that stopped reading first is
+        disconnected.
         """
         self.waiting[connection] = None
         if wait != "read":
@@ -150,8 +151,8 @@ class Connections:
     def hold(self, connection: "Connection", count: int) -> None:
         """Record that the unfinished request of a connection has `count` bytes so far.
 
-        While all unfinished requests together are too large, the one with the longest wait is
-        refused.
+        While all unfinished requests together are too large, the one that has kept the server
+        waiting longest is refused.
         """
         self.unfinished += count - connection.unfinished
         connection.unfinished = count
@@ -177,9 +178,9 @@ class Connections:
 class Requests(h11.Connection):
     """Parses HTTP requests, and refuses two kinds that h11 accepts.
 
-    A request with both Content-Length and Transfer-Encoding is read differently by different
-    programs. A body in pieces of single bytes costs a thousand times the work of a body in one
-    piece.
+    Programs disagree on how to read a request with both Content-Length and Transfer-Encoding. A
+    body in more than BODY_PIECES pieces costs too much work: up to a thousand times that of a body
+    in one piece.
     """
 
     def __init__(self) -> None:
@@ -292,7 +293,7 @@ class Connection(H11Protocol):
         """Do nothing, because the deadlines below also close unused connections."""
 
     def shutdown(self) -> None:
-        """Close the connection, at once or after the answer that is under way."""
+        """Close the connection at once, or after the answer if one is still due."""
         if self.wait in ("idle", "headers", "leave"):
             self.drop()
         else:
@@ -371,9 +372,9 @@ class Connection(H11Protocol):
             self.all.forget(self)
 
     def refuse(self, refusal: ApiError) -> None:
-        """Send an error in place of the application's answer, unless that has begun, and close.
+        """Send `refusal` instead of the application's answer, unless that has begun, and close.
 
-        The application need not see the request.
+        This also works before the application has seen the request.
         """
         if self.cycle and not self.cycle.response_complete:
             self.cycle.disconnected = True

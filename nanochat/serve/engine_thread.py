@@ -13,7 +13,10 @@ from nanochat.serve.waiting import Line
 
 
 class EngineEvent(Protocol):
-    """One token of the reply to `request`; `finish`, on the last token only, says why it ended."""
+    """One token of a reply to the engine's request with the ID `request`.
+
+    `finish` says why the reply ended; it is None except on the last token.
+    """
 
     @property
     def request(self) -> int: ...
@@ -60,7 +63,7 @@ class Ticket(Generic[E]):
         owner: str = "",
         automaton: object = None,
     ):
-        """Make the ticket of engine requests, each a prompt with its sampling settings.
+        """Make a ticket for engine requests, each a prompt with its sampling settings.
 
         `owner` is the address of the client. `automaton` is the compiled JSON schema that the
         replies must follow, or None without a schema; the ticket keeps it alive for the engine.
@@ -106,7 +109,7 @@ class Ticket(Generic[E]):
 
 
 class Displaced(Exception):
-    """Raised if a waiting ticket has lost its place to an address with fewer tickets."""
+    """Raised if a waiting ticket has lost its place to an address with fewer waiting ones."""
 
 
 class EngineThread(Generic[E]):
@@ -140,7 +143,7 @@ class EngineThread(Generic[E]):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Start the thread, which delivers events to the event loop that runs now."""
+        """Start the thread, which delivers events to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -209,7 +212,7 @@ class EngineThread(Generic[E]):
                 self._publish()
 
     def _note(self, event: E) -> None:
-        """Keep an event for delivery, and forget a request that has ended."""
+        """Keep an event for delivery, and forget its request if the reply has ended."""
         ticket = self._running[event.request]
         index = ticket.running[event.request]
         self._news.append((ticket, (index, event)))
@@ -218,9 +221,9 @@ class EngineThread(Generic[E]):
             del ticket.running[event.request]
 
     def _obey(self) -> bool:
-        """Carry out all commands, waiting for one if there is nothing to compute.
+        """Carry out all commands, and return whether the thread should go on.
 
-        Returns False if the thread must end.
+        While there is nothing to compute, wait for commands.
         """
         while not self._inbox.empty() or not (self._engine.busy or len(self.line)):
             if self._inbox.empty():

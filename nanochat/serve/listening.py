@@ -60,7 +60,7 @@ def host_allowed(host: str, names: tuple[str, ...]) -> bool:
 
 
 def needs_key(path: str) -> bool:
-    """Return whether a path needs the key, as all do but /health, the pages and their assets."""
+    """Return whether a path needs the key; only /health, the pages and their assets do not."""
     return path not in ("/", "/runs", "/health") and not path.startswith("/assets/")
 
 
@@ -86,7 +86,7 @@ class Guard:
         hosts: tuple[str, ...],
         api_key: str = "",
     ):
-        """Guard `app`, which answers to `hosts`; clients need no key if `api_key` is empty."""
+        """Guard `app`, allowing the host names `hosts`; if `api_key` is empty, no key is needed."""
         self.app = app
         self.hosts = hosts
         self._key = digest(api_key.encode()) if api_key else None
@@ -246,7 +246,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and give the answers under way DRAIN_SECONDS to end.
 
-        After that time, they end with an error. Answers whose clients do not read them are
+        Answers that take longer end with an error. Those whose clients do not read them are
         cancelled later by uvicorn, which logs their number in one line.
         """
         logging.getLogger("uvicorn.error").addFilter(_not_cancelled)
@@ -277,7 +277,7 @@ def _set_options(accepted: socket.socket) -> None:
 
 
 def _not_cancelled(record: logging.LogRecord) -> bool:
-    """Return whether a log record is not the traceback of a cancelled answer."""
+    """Return False for the traceback of a cancelled answer, True for any other log record."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 

@@ -127,7 +127,7 @@ class Metrics:
         )
 
     def ended(self, reason: str) -> None:
-        """Count a reply that ended, under its `reason`."""
+        """Count a reply that ended for `reason`."""
         self._ended.labels(self._model, reason).inc()
 
     def _counter(self, name: str, help_text: str) -> Counter:
@@ -175,7 +175,7 @@ class Watch:
         return len(self._ended) == len(self._prompts)
 
     def add(self, news: Sequence[tuple[int, Event]]) -> None:
-        """Count tokens that were delivered together, each with the index of its reply.
+        """Count and time tokens that were delivered together, each with its reply's index.
 
         The time since a reply's previous token is divided equally among its new tokens.
         """
@@ -208,7 +208,7 @@ class Watch:
         metrics.hits.inc(event.reused)
 
     def end(self) -> None:
-        """Count all replies that have not ended as aborted."""
+        """Count as aborted all replies that have not ended."""
         for _ in range(len(self._prompts) - len(self._ended)):
             self._metrics.ended("abort")
 
@@ -234,7 +234,7 @@ class Announced:
 
 @dataclass(frozen=True)
 class Loadable:
-    """A model that is ready to be served: the model of an engine, or one of its adapters.
+    """A model that is ready to be served: an engine's own model, or one of its adapters.
 
     Several Loadables may share an engine.
     """

@@ -1,4 +1,4 @@
-"""Answers the routes: checks request bodies one at a time, and submits them to engine threads."""
+"""Answers the routes: checks request bodies one at a time, and submits requests to the engines."""
 
 import asyncio
 import functools
@@ -134,7 +134,7 @@ class ChatServer:
     # --- routes that read a body -----------------------------------------------------------------
 
     def encoding(self, work: Callable[[Any, Tokenizer, Limits], dict[str, Any]]) -> Route:
-        """Return a route that answers a body with what `work` returns, without the engine."""
+        """Return a route that answers a body with the dict that `work` returns for it as JSON."""
 
         async def answer(request: Request) -> Response:
             body = await read_body(request)
@@ -192,9 +192,9 @@ class ChatServer:
     # --- preparation -----------------------------------------------------------------------------
 
     async def _in_turn(self, body: bytes, work: Callable[[], T]) -> T:
-        """Run `work` on a body in a thread, smallest bodies first, and return the result.
+        """Run `work`, which handles `body`, in a thread, and return the result.
 
-        Raises ApiError (429) if too many are waiting.
+        Smaller bodies come first. Raises ApiError (429) if too many of them are waiting.
         """
         try:
             async with self.turns.turn(size=len(body)):
@@ -352,7 +352,7 @@ def _without_half(escape: re.Match[str]) -> str:
 
 
 def _finite(number: str) -> float:
-    """Return a number of a JSON text as a float.
+    """Return a JSON number as a float.
 
     Raises ApiError (400) for NaN, Infinity and numbers too large for a float.
     """

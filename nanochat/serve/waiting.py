@@ -60,10 +60,11 @@ class Line(Generic[W]):
             self._waiting.setdefault(waiter.owner, deque()).append(waiter)
 
     def next(self, may_begin: Callable[[W], bool] = lambda waiter: True) -> W | None:
-        """Return the oldest request of the next address in turn, or None if no request may begin.
+        """Return the next address's oldest request, or None if no oldest request may begin.
 
-        The turn then passes to the next address. An address whose oldest request may not begin yet
-        keeps its place. The caller begins one part of the request, and then calls done_with().
+        The address then goes to the end of the line. Addresses whose oldest request may not begin
+        yet are passed over, and keep their places. The caller begins one part of the request, and
+        then calls done_with().
         """
         with self._lock:
             for owner, waiting in self._waiting.items():
@@ -90,7 +91,7 @@ class Line(Generic[W]):
     def give_way(self, newcomer: str) -> W | None:
         """Remove and return the newest request of the address with the most requests not begun.
 
-        Returns None if no other address has more of them than `newcomer` would then have.
+        Returns None if no other address has more of them than `newcomer` would have with one more.
         """
         with self._lock:
             owner = self._largest_owner(newcomer)
@@ -161,7 +162,7 @@ class SmallestFirst:
     """A queue in which the smallest body is next, and the largest is refused if there is no room.
 
     At most `limit` turns may wait. A large request can take a hundred times as long to prepare as a
-    usual one, so in another order a few of these could keep all clients waiting.
+    usual one, so in another order a few large ones could keep all clients waiting.
     """
 
     def __init__(self, limit: int):

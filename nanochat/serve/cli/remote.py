@@ -29,8 +29,8 @@ class Remote:
     def __init__(self, url: str, api_key: str):
         """Connect to the server at a URL, with or without /v1 at its end.
 
-        Raises UserError if the URL is not HTTP (exit code 2) or no OpenAI-compatible server
-        answers.
+        Raises UserError if the URL is not HTTP (exit code 2), if no OpenAI-compatible server
+        answers, or if it refuses the key.
         """
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         if not url.startswith(("http://", "https://")):
@@ -130,7 +130,7 @@ class Remote:
         return body
 
     def _parts(self, data: bytes) -> Iterator[Part]:
-        """Yield the parts of a reply in one event, and update `finish` and `tokens`.
+        """Yield the parts of the reply that an event holds, and update `finish` and `tokens`.
 
         Raises UserError if the event is an error, or not a chat completion.
         """

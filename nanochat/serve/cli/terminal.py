@@ -26,7 +26,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def language(flag: str) -> str:
-    """Return "en" or "zh": `flag` itself, or if it is "auto", the language of the locale."""
+    """Return "en" or "zh": `flag` itself, or common.language() if `flag` is "auto"."""
     return common.language() if flag == "auto" else flag
 
 
@@ -34,7 +34,7 @@ def language(flag: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """Return a model's text with U+FFFD for each control character but tab and newline.
+    """Return a model's text with U+FFFD for each control character except tab and newline.
 
     A reply must not be able to control the terminal.
     """
@@ -42,14 +42,14 @@ def harmless(text: str) -> str:
 
 
 def dim(text: str, stream: TextIO) -> str:
-    """Return text dimmed if `stream` is a terminal that shows colours, else unchanged."""
+    """Return text, dimmed if `stream` is a terminal with colours and NO_COLOR is not set."""
     if not stream.isatty() or os.environ.get("NO_COLOR"):
         return text
     return text if os.environ.get("TERM") == "dumb" else f"\033[2m{text}\033[0m"
 
 
 def take_any_text() -> None:
-    """Keep standard input and output from failing on text that the locale cannot encode."""
+    """Keep standard input and output from failing on text outside the locale's encoding."""
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal without UTF-8 then shows ? for each character that it does not have.
@@ -167,7 +167,7 @@ def _installed(name: str) -> bool:
 
 @contextlib.contextmanager
 def history(path: Path) -> Iterator[str]:
-    """Let the arrow keys recall lines of this chat and of earlier ones inside this block.
+    """Inside this block, let the arrow keys recall lines of this chat and of earlier ones.
 
     Yields "", or the reason why lines cannot be recalled or saved for the next chat. A new history
     file is readable only by the user.

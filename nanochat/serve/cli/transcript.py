@@ -42,9 +42,9 @@ def write_transcript(path: Path, messages: list[Message]) -> None:
 def read_transcript(path: Path) -> list[Message]:
     """Return the messages of a chat that write_transcript saved.
 
-    Any {"messages": [{"role", "content"}, ...]} of whole exchanges, after an optional system
-    message, is also accepted. U+FFFD replaces unpaired surrogates. Raises UserError if the file
-    cannot be read or is not such a chat.
+    Any JSON object {"messages": [{"role", "content"}, ...]} is also accepted, if whole exchanges
+    follow an optional system message. U+FFFD replaces unpaired surrogates. Raises UserError if the
+    file cannot be read or is not such a chat.
     """
     try:
         messages = [_read_message(item) for item in read_json(path)["messages"]]

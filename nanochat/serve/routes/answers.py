@@ -38,7 +38,7 @@ QUEUE_FULL = "as many requests are waiting as may wait: try again in 2 seconds"
 
 @dataclass(frozen=True)
 class TokenScore:
-    """A token of a reply, with its natural-log probability and its most likely alternatives."""
+    """A token of a reply, its natural-log probability, and the likeliest tokens at its position."""
 
     token: int
     logprob: float
@@ -51,8 +51,8 @@ class Choice:
     def __init__(self, tokenizer: Tokenizer, scored: ScoredTokens | None):
         """Begin to follow a reply.
 
-        `scored` says which tokens scores() returns: "text" for those of the text, "all" also for
-        special tokens and calculator calls, and None for none.
+        `scored` says which tokens scores() covers: "text" means those of the text, "all" also
+        special tokens and calculator calls, and None no tokens.
         """
         self._stream = TextStream(tokenizer)
         self._tokenizer = tokenizer
@@ -115,7 +115,7 @@ class Reply:
     """Collects the parts of a growing reply, and turns them into the deltas to send.
 
     Text goes into `content`. A calculator call becomes one `tool` delta, {expression, result},
-    which extends OpenAI's format and which other clients ignore. Its `result` is null if no result
+    an extension of OpenAI's format that other clients ignore. Its `result` is null if no result
     followed. A call of one of the client's tools goes into `tool_calls`.
     """
 
@@ -357,7 +357,7 @@ class Answer(Response):
         receive: Receive,
         send: Send,
     ) -> None:
-        """Send the whole answer, or an error, after all replies have ended."""
+        """Send the whole answer once all replies have ended, or an error as soon as one occurs."""
         try:
             while not self.watch.done:
                 news = await self._news()

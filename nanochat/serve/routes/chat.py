@@ -165,7 +165,7 @@ def reply_tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
 class Envelope:
     """The fields that every chunk of one answer repeats; `created` is in seconds since 1970.
 
-    `truncated` is how many of the oldest messages were dropped because the chat was too long.
+    `truncated` is how many of the oldest turns were dropped because the chat was too long.
     """
 
     id: str
@@ -245,14 +245,14 @@ class ChatWriter:
         return sent
 
     def closing(self) -> bytes:
-        """Return the end of the stream, after a chunk with the usage if the client wants one."""
+        """Return the end of the stream: a chunk with the usage, if wanted, and [DONE]."""
         if not self._request.settings.include_usage:
             return DONE
         usage = self._envelope.body("chat.completion.chunk", [], self.usage)
         return event(usage) + DONE
 
     def failure(self, refusal: ApiError) -> bytes:
-        """Return an event with the error, and the end of the stream."""
+        """Return the end of a failed stream: an event with the error, and [DONE]."""
         return event(refusal.body) + DONE
 
     def body(self) -> dict[str, Any]:

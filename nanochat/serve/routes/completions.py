@@ -115,7 +115,7 @@ class CompletionRequest:
             raise ApiError(400, "context_length_exceeded", text, "prompt")
 
     def _scores(self, request: tuple[list[int], Sampling]) -> int:
-        """Return how many log-probabilities the answer lists at most for a reply and its prompt."""
+        """Return the maximum number of log-probabilities listed for a reply and its prompt."""
         prompt, sampling = request
         scores = 0
         if self.logprobs:
@@ -177,7 +177,8 @@ def read_completion(
 def _prompts(value: Any, limits: Limits) -> list[str | list[int]]:
     """Return a list of the request's prompts, each a text or a list of token IDs.
 
-    `value` is one prompt or a list of them. Raises ApiError (400) if it is invalid or too long.
+    `value` is one prompt or a list of them. Raises ApiError (400) if it is invalid or has too many
+    prompts.
     """
     if value is None:
         raise missing("prompt", "a text, a list of token ids, or a list of these")
@@ -275,13 +276,13 @@ class CompletionWriter:
         return sent
 
     def closing(self) -> bytes:
-        """Return the end of the stream, after a chunk with the usage if the client wants one."""
+        """Return the end of the stream: a chunk with the usage, if wanted, and [DONE]."""
         if not self._request.settings.include_usage:
             return DONE
         return event({**self._head, "choices": [], "usage": self.usage}) + DONE
 
     def failure(self, refusal: ApiError) -> bytes:
-        """Return an event with the error, and the end of the stream."""
+        """Return the end of a failed stream: an event with the error, and [DONE]."""
         return event(refusal.body) + DONE
 
     def body(self) -> dict[str, Any]:
@@ -335,7 +336,7 @@ class CompletionWriter:
         return content
 
     def _ranked(self, scored: Scored) -> dict[str, Any]:
-        """Return a prompt token and its alternatives as vLLM does: a dict from ID to description.
+        """Return a prompt token and its alternatives as vLLM's dict from token ID to description.
 
         The token has no rank unless it is among the alternatives.
         """
@@ -352,7 +353,7 @@ class CompletionWriter:
         logprob: float,
         rank: int | None,
     ) -> dict[str, Any]:
-        """Return vLLM's description of a token; `rank` is 1 for the most likely token."""
+        """Return a dict that describes a token as vLLM does; the likeliest token has `rank` 1."""
         text = spelling(token, self._tokenizer)
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
 
@@ -386,7 +387,7 @@ class Listed:
             self._characters += len(self._decoder.decode(raw))
 
     def take(self) -> dict[str, list[Any]] | None:
-        """Return a dict of the tokens added since the last call, or None if there are none."""
+        """Return the tokens added since the last call as a dict of lists, or None without any."""
         rows = self._rows
         self._rows = []
         if not rows:

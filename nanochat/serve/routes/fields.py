@@ -106,7 +106,7 @@ def read_fields(
     names: Collection[str],
     neutral: Mapping[str, tuple[Any, ...]],
 ) -> dict[str, Any]:
-    """Return the fields of a decoded body, without those that are null or cannot change an answer.
+    """Check a decoded body, and return its fields except those that are null or in IGNORED.
 
     `names` are the fields that the route reads. `neutral` maps each unsupported field to the values
     that are accepted because they change nothing. Raises ApiError: 404 for another model, 400 for
@@ -220,7 +220,7 @@ def flag(
 
 
 def truncates(fields: Mapping[str, Any]) -> bool:
-    """Return whether the oldest messages may be dropped if the whole chat does not fit."""
+    """Return whether `truncation` lets the oldest messages be dropped if the chat does not fit."""
     truncation = fields.get("truncation", "disabled")
     if truncation not in ("auto", "disabled"):
         raise invalid('truncation must be "auto" or "disabled"', "truncation")
@@ -279,7 +279,7 @@ class ReplySettings:
     def requests(self, prompt: list[int], context: int) -> list[tuple[list[int], Sampling]]:
         """Return `n` engine requests for one prompt, which differ only in their seeds.
 
-        Replies are limited to the room in the context, but to no less than 1 token.
+        Replies are also limited to the room left in the context, but not to less than 1 token.
         """
         room = context - len(prompt)
         max_tokens = max(1, min(self.sampling.max_tokens, room))

@@ -209,7 +209,7 @@ def _is_text(part: Any) -> bool:
 def _parts(items: Any, name: str) -> tuple[Part, ...]:
     """Return the parts of a reply that a client sends back in the format of Reply.parts.
 
-    Raises ApiError (400) for any other format.
+    Raises ApiError (400) if a part has any other format.
     """
     parts: list[Part] = []
     for item in items if isinstance(items, list) else [items]:
@@ -335,9 +335,9 @@ def make_prompt(
 ) -> tuple[list[int], int]:
     """Return the tokens of a prompt that fits, and how many of the oldest turns were dropped.
 
-    The context has room for `max_tokens` more, or for one token if that is None. Turns, as counted
-    after answerable(), are dropped only with `truncate`. Raises ApiError (400) about `field` if the
-    prompt does not fit or cannot be rendered.
+    The prompt leaves room in the context for `max_tokens` tokens, or for one if that is None.
+    Turns, as counted after answerable(), are dropped only with `truncate`. Raises ApiError (400)
+    about `field` if the prompt does not fit or cannot be rendered.
     """
     reply_length = max_tokens or 1
     room = context - reply_length
@@ -379,7 +379,7 @@ def _dropped_turns(
     room: int,
     tokenizer: Tokenizer,
 ) -> int:
-    """Return how many of the oldest turns to drop so that the prompt fits into `room` tokens.
+    """Return how many of the oldest turns to drop so that the prompt should fit into `room` tokens.
 
     `length` is the token count of a prompt with only the last turn, which is never dropped.
     Exchanges are rendered from the end, each once, and only until one does not fit.

@@ -77,7 +77,7 @@ def detokenize(
 
 
 def tokenizer_info(tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
-    """Return what evaluation harnesses ask: special tokens, vocabulary size and context length."""
+    """Return a dict of facts that evaluation harnesses ask for, such as the special tokens."""
     spellings = {token: text for text, token in specials(tokenizer).items()}
     decoder = {}
     for token, text in sorted(spellings.items()):

@@ -1,8 +1,8 @@
 """Handles a client's tools: tells the model about them, and returns its calls to the client.
 
 Models write calls as Qwen models do, <tool_call>{"name": ..., "arguments": {...}}</tool_call>. If
-the client demands a call, a JSON schema limits the whole reply to one. Our own calculator has its
-own special tokens, and is not handled here.
+the client demands a call, a JSON schema limits the whole reply to one call. Our own calculator has
+its own special tokens, and is not handled here.
 """
 
 import json
@@ -37,7 +37,7 @@ class Tools:
 
     @property
     def schema(self) -> str | None:
-        """The JSON schema (as text) of a reply that must be a call, or None if none is required."""
+        """The JSON schema (as text) of a reply that must be a call; None if calls are optional."""
         if not self.forced:
             return None
         argument_schemas = _standalone({name: self.parameters[name] for name in self.forced})
@@ -111,7 +111,7 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
 
 
 def _forced(choice: Any, parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the functions that a required call may use, () if none is required.
+    """Return the names of the functions that a required call may use, or () if none is required.
 
     Raises ApiError (400) if the choice is not valid.
     """
@@ -148,7 +148,7 @@ def only_schema(tools: Tools, schema: str | None) -> str | None:
 
 
 def _function(item: Any, name: str) -> dict[str, Any]:
-    """Check a tool, and return a dict of its name, and its description and parameters if given.
+    """Check a tool, and return a dict with its name and, if given, description and parameters.
 
     Raises ApiError (400) about the field `name` if it is not a valid function.
     """

@@ -48,7 +48,7 @@ class Run:
 class Tail:
     """The end of a metrics.jsonl: its last step, and the last value of every figure.
 
-    `pace` is the mean seconds of recent steps, if any are known.
+    `pace` is the mean duration of recent steps in seconds, or None if unknown.
     """
 
     step: int
@@ -74,7 +74,7 @@ def find_runs(base: Path) -> tuple[list[Run], int]:
 
 
 def tail(path: Path) -> Tail:
-    """Read the end of a metrics.jsonl into a Tail.
+    """Read the end of a metrics.jsonl, and return it as a Tail.
 
     Raises OSError if the file cannot be read or is not a regular file.
     """
@@ -167,7 +167,7 @@ class Describer:
         self._cache = {key: entry for key, entry in self._cache.items() if key in keys}
 
     def _files(self, run: Run, file_stat: os.stat_result) -> RunFiles:
-        """Return the RunFiles of a run, reading the files only if they have changed."""
+        """Return a run's RunFiles, reading files only if metrics.jsonl or run.json has changed."""
         version = _version(run.folder / "run.json")
         state = (file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns, version)
         cached = self._cache.get(run.key)
@@ -180,9 +180,9 @@ class Describer:
 
 
 def _plain(value: Any) -> str | float | None:
-    """Return a text, cut off after LONGEST_FACT characters, or a number that a browser can count.
+    """Return a text, cut off after LONGEST_FACT characters, or a number from 0 to below 2**53.
 
-    Returns None for any other value, including negative numbers.
+    Returns None for any other value.
     """
     if isinstance(value, str):
         return value[:LONGEST_FACT]
@@ -192,7 +192,7 @@ def _plain(value: Any) -> str | float | None:
 
 
 def _version(path: Path) -> str | None:
-    """Return a file's modification time and size as text, or None if there is no such file."""
+    """Return a file's modification time and size as text, or None if it cannot be found."""
     try:
         file_stat = path.stat()
     except OSError:
@@ -211,9 +211,9 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def _steps(folder: Path, facts: dict[str, Any]) -> int | None:
-    """Return the number of steps of the whole run, from run.json or else the newest checkpoint.
+    """Return the number of steps of the whole run, or None if it is unknown or out of range.
 
-    Returns None if neither has a valid one.
+    It is read from the newest checkpoint if run.json does not hold it.
     """
     steps = facts.get("steps")
     if not isinstance(steps, int):

@@ -20,7 +20,7 @@ HUGE = 1e300  # a sum of such values would overflow
 def figures_of(line: bytes) -> tuple[int, dict[str, float]] | None:
     """Return the step and a dict of the figures in a line, or None if the line is not valid.
 
-    Figures that are NaN or beyond HUGE, or whose names are too long, are left out.
+    Figures that are NaN or beyond HUGE (1e300), or whose names are too long, are left out.
     """
     try:
         fields = parse_json(line)
@@ -54,7 +54,7 @@ def open_regular(path: Path) -> int:
 class Follower:
     """Reads a metrics.jsonl into a table, piece by piece.
 
-    `done` and `size` are in bytes: how much of the file has been read, and its size. `bad` counts
+    `done` is how many bytes of the file have been read, and `size` how many it has. `bad` counts
     the lines that were skipped as invalid or too long.
     """
 
@@ -73,7 +73,7 @@ class Follower:
         """Read the next piece of the file.
 
         If the file was replaced, or is shorter than what was read, as when a run resumes, reading
-        starts again at its beginning. Raises OSError if the file is gone or not a regular file.
+        starts again from the beginning. Raises OSError if the file is gone or not a regular file.
         """
         file = open_regular(self.path)
         try:
@@ -106,7 +106,10 @@ class Follower:
             self._begun = b""
 
     def _line(self, line: bytes) -> None:
-        """Add a line's figures to the table, or count the line as bad."""
+        """Add a line's figures to the table, or count the line as bad if it is invalid or too long.
+
+        Blank lines, and the rest of a line that was counted as too long, are ignored.
+        """
         if self._skipping:
             self._skipping = False
             return

@@ -54,8 +54,8 @@ class Runs:
         """Answer GET /runs/data?shown=KEY.EDITION.ROWS,... with the runs and their new figures.
 
         The body lists the runs, and for each run in `shown` the rows that a reader with the first
-        ROWS rows of EDITION lacks. If the request has the answer's ETag in If-None-Match,
-        nothing is new, and the status is 304 without a body.
+        ROWS rows of EDITION needs. If the request has the answer's ETag in If-None-Match, the
+        status is 304, and there is no body.
         """
         shown = _shown_runs(request.query_params.get("shown", ""))
         body = await while_connected(request.receive, self._run(lambda: self._data(shown)))

@@ -28,7 +28,7 @@ class Cell:
 
 @dataclass(slots=True)
 class Row:
-    """Consecutive lines of a metrics.jsonl, merged: their last step, their count, their figures."""
+    """Consecutive lines of a metrics.jsonl, merged: their last step, count and figures."""
 
     step: int
     lines: int
@@ -93,12 +93,12 @@ class Table:
         self.edition = secrets.token_hex(6)
 
     def since(self, edition: str, row_count: int) -> dict[str, Any]:
-        """Return a dict with the rows that a reader with `row_count` rows of `edition` lacks.
+        """Return a dict with the rows that a reader with `row_count` rows of `edition` needs.
 
         `from` is the index of the first row returned, `width` the number of lines in a full row,
-        and `steps` the list of the rows' steps. `figures` maps each name to lists with a value, or
-        None, for each row: `mean`, and if a row may hold several lines, the extremes `low` and
-        `high`.
+        and `steps` the list of the rows' steps. `figures` maps each name to a dict of lists, which
+        have a value, or None, for each row: `mean`, and if `width` is above 1, the extremes `low`
+        and `high`.
         """
         same = edition == self.edition and 0 < row_count <= len(self.rows)
         first = row_count - 1 if same else 0

@@ -96,9 +96,9 @@ class ResponseRequest:
         return Work(settings.requests(prompt, limits.context), writer)
 
     def _messages(self, dropped: int) -> tuple[Message, ...]:
-        """Return the messages that the model read, without the `dropped` oldest turns.
+        """Return the messages of the conversation without the `dropped` oldest turns.
 
-        So a stored chat does not grow without end.
+        This keeps a stored chat from growing without end.
         """
         conversation = self.conversation
         if dropped:
@@ -116,7 +116,7 @@ def read_response(
 ) -> ResponseRequest:
     """Check a decoded body, and return it as a ResponseRequest.
 
-    `shelf` has the stored responses of the client. Raises ApiError: 404 for an unknown model, else
+    `shelf` holds the client's stored responses. Raises ApiError: 404 for an unknown model, else
     400.
     """
     fields = read_fields(value, limits, FIELDS, NEUTRAL)
@@ -162,11 +162,11 @@ def _text(fields: dict[str, Any], name: str) -> str | None:
 
 
 def read_input(items: Any, earlier: Sequence[dict[str, Any]]) -> Conversation:
-    """Return the conversation of the `earlier` messages and the field `input`, a text or `items`.
+    """Return the conversation of the `earlier` messages, followed by `items` as messages.
 
-    Items become messages in the chat format. A call's result must name a call in the last of the
-    earlier messages, or in an item before the result. Raises ApiError (400) if the input is not
-    valid.
+    `items` is the field `input`: a text, or a list of items. A call's result must name a call in
+    the last of the earlier messages, or in an item before the result. Raises ApiError (400) if the
+    input is not valid.
     """
     if items is None:
         raise missing("input", "a text or a list of items")

@@ -32,8 +32,8 @@ class _Entry(NamedTuple):
 class ResponseStore:
     """The stored responses of all clients.
 
-    If they are too many or too large, the least recently used ones are dropped. Threads may share a
-    store.
+    If there are too many, or they are too large together, the least recently used ones are dropped.
+    Threads may share a store.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ResponseStore:
         return len(self._entries) > self._max_count or self._bytes > self._max_bytes
 
     def take(self, key: tuple[bytes, str], again: bool) -> _Entry | None:
-        """Return a response, or None if it is not stored or has expired.
+        """Return a response's entry, or None if it is not stored or has expired.
 
         With `again`, the response stays and counts as used now. Otherwise it is removed.
         """
