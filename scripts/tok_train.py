@@ -55,9 +55,9 @@ class Config:
 
 
 def train(cfg: Config) -> Tokenizer:
-    """Train, check and save a tokenizer, write its section of the report, and return it.
+    """Train, check and save a tokenizer, report on it, and return the tokenizer.
 
-    If the same settings and shards have a saved tokenizer, that one is returned instead.
+    If a tokenizer of the same settings and shards is already saved, that one is returned instead.
     """
     _check(cfg)
     exported = export_folder(cfg)
