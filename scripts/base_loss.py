@@ -89,7 +89,7 @@ def domain_losses(
     data: Data,
     compute: Compute,
 ) -> dict[str, Loss]:
-    """Measure and log the validation loss of each language and domain; return a dict by name."""
+    """Measure and log the validation loss of each language and domain; return losses by name."""
     platform = compute.platform
     if tokens == "auto":
         tokens = platform.split_tokens // 4

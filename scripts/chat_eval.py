@@ -294,8 +294,8 @@ def measure(
 ) -> Score | None:
     """Evaluate a task, write a record of every answer to a file, and return the score.
 
-    If an earlier evaluation with the same model, settings and data has saved its score, rank 0
-    returns that, and the other ranks return None, unless --again is set. Raises UserError on every
+    If an earlier evaluation with the same model, settings and data has saved a score, rank 0
+    returns it, and the other ranks return None, unless --again is set. Raises UserError on every
     rank if there is nothing to evaluate or a problem is malformed.
     """
     with parallel.together(task.name, compute):

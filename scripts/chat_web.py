@@ -205,7 +205,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on `port` of `host`.
 
     main() calls this before the model loads, so that a port in use is reported at once. Raises
-    UserError with advice if `host` is no address of this machine, or if `port` is taken or
+    UserError with advice if `host` is not an address of this machine, or if `port` is taken or
     privileged.
     """
     try:
@@ -370,7 +370,7 @@ def hosts_of(cfg: Config) -> tuple[str, ...]:
 
 
 def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
-    """Load the models that the flags name, log them, and return their Loadables, default first.
+    """Load the models that the flags name, log them, and return their Loadables, the default first.
 
     Raises UserError if one of them cannot be served.
     """

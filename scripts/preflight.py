@@ -91,8 +91,8 @@ def published(cfg: Config) -> list[Source]:
 def data_of(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the name and the place of each data set that the run needs from outside.
 
-    The place says from where this machine gets the data set: "NANOCHAT_TASK_DIR", "cache", "hub",
-    or "" for nowhere.
+    The place says where this machine gets the data set: "NANOCHAT_TASK_DIR", "cache", "hub", or ""
+    for nowhere.
     """
     for source in published(cfg):
         shards = shard_paths(base_dir() / "base_data" / source.name)

@@ -200,7 +200,7 @@ def known_characters(data: Data) -> int | None:
 
 
 def choose_vocab_size(requested: int | Auto, characters: int | None) -> int:
-    """Return the requested vocabulary size, or log and return one that suits the corpus."""
+    """Return the requested vocabulary size or, for "auto", log and return a suitable one."""
     if requested != "auto":
         return requested
     size = 32_768

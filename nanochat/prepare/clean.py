@@ -182,7 +182,7 @@ def _decide(
 
 
 def _write_lists(paths: list[Path], dropped: list[np.ndarray]) -> dict[str, dict[str, Any]]:
-    """Write each shard's list of left-out documents, and return its corpus.json entry by name."""
+    """Write each shard's list of left-out documents, and return shard name -> corpus.json entry."""
     entries = {}
     for path, numbers in zip(paths, dropped, strict=True):
         body = io.BytesIO()
@@ -284,7 +284,7 @@ def _screen_in_processes(
 
 
 def _begin_work(setup: Message) -> Callable[[Message, Say], Message]:
-    """Read any evaluations in a worker process, and return a function that screens one shard."""
+    """Read the evaluations, if any, and return the function with which a worker screens a shard."""
     passages = read_passages(Path(setup["against"])) if setup["against"] else None
 
     def screen(task: Message, say: Say) -> Message:

@@ -234,7 +234,7 @@ def tokenise_shard(
 
 
 def _begin_work(setup: Message) -> Callable[[Message, Say], Message]:
-    """Load the tokenizer in a worker process, and return a function that tokenises one shard."""
+    """Load the tokenizer, and return the function with which a worker tokenises a shard."""
     tokenizer = Tokenizer.load(Path(setup["tokenizer"]))
 
     def tokenise(task: Message, say: Say) -> Message:

@@ -100,7 +100,7 @@ def named(runs: Sequence[Run]) -> list[Run]:
 
 
 def measures(runs: Sequence[Run]) -> list[list[str]]:
-    """Return the rows of the table of measures, one for each measure of a stage in any run.
+    """Return the rows of the table of measures, one for each (measure, stage) that any run has.
 
     A row holds a label, then the value for each run, with a 95 % interval for the accuracy of a
     chat task, or "" for a run without it.
@@ -163,7 +163,7 @@ def _total_costs(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a table row for every host fact and setting outside IGNORED that differs."""
+    """Return a table row for each host fact and setting that differs, except those in IGNORED."""
     rows = []
     for key in HOST_FACTS:
         facts = [cell(run.report["environment"].get(key, "")) for run in runs]
@@ -180,13 +180,13 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _differs(values: Sequence[str]) -> bool:
-    """Return whether the values differ, ignoring empty ones, which mean that a run lacks it."""
+    """Return whether the values differ, ignoring empty ones, which mean that a run has no value."""
     distinct = {value for value in values if value}
     return len(distinct) > 1
 
 
 def _pictures(runs: Sequence[Run]) -> dict[str, bytes]:
-    """Return file name -> PNG of the curves of each training stage that several runs have."""
+    """Return the curves of each training stage that several runs have, as file name -> PNG."""
     pictures = {}
     for stage in COLUMNS:
         sections = {run.name: run.training(stage) for run in runs}

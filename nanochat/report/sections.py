@@ -125,8 +125,8 @@ def read_sections() -> dict[str, dict[str, Any]]:
 def current_sections() -> dict[str, dict[str, Any]]:
     """Return the sections of the newest run, and log the names of all other sections.
 
-    The newest run is the one with the newest section that has a model tag. If none has a tag, all
-    sections are returned.
+    The newest run is the one with the newest section that has a model tag. If no section has a tag,
+    all sections are returned.
     """
     sections = read_sections()
     tagged = [name for name, data in sections.items() if "tag" in data]
@@ -171,7 +171,7 @@ def _training_tag(sections: Sections, stage: str) -> str | None:
 
 
 def _parent(sections: Sections, stage: str) -> tuple[str, str] | None:
-    """Return the stage and the tag of the model from which a training stage started, or None."""
+    """Return the stage and tag of the model from which `stage` started, or None if unknown."""
     settings = _training_settings(sections, stage)
     words = settings.get("parent", "").split(" ")
     return (words[0], words[1]) if len(words) > 1 else None
