@@ -231,10 +231,11 @@ def screen_shard(
 ) -> dict[str, Any]:
     """Screen a shard, write the results to `out`, and return a message for the parent process.
 
-    The results are the documents' signatures if `dedup` is set, and if `passages` are given, a pair
-    (document index, evaluation index) for each evaluation that shares a passage with a document.
-    The message has the "name" of the shard and its number of "documents". `advance` is called after
-    every batch with the number of documents in it. Raises UserError if the shard is damaged.
+    The results are the number of documents, their signatures if `dedup` is set and, if `passages`
+    are given, a pair (document index, evaluation index) for each evaluation that shares a passage
+    with a document. The message has the "name" of the shard and its number of "documents".
+    `advance` is called after every batch with the number of documents in it. Raises UserError if
+    the shard is damaged.
     """
     check_sha256(path)
     parts = []
