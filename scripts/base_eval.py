@@ -114,7 +114,7 @@ def evaluate_tasks(
     loaded: Loaded,
     compute: Compute,
 ) -> tuple[dict[str, ChoiceScore], list[str]]:
-    """Evaluate the tasks of --tasks, and return their scores and the names of those that failed.
+    """Evaluate the tasks of --tasks; return their scores by name, and the names of failed tasks.
 
     Raises UserError (exit code 2) if a name is unknown.
     """
@@ -191,9 +191,9 @@ def evaluate_bits(
     loaded: Loaded,
     compute: Compute,
 ) -> loss_eval.Loss | None:
-    """Measure the loss on the validation split, log its bits per byte, and return it.
+    """Measure the validation loss, log its bits per byte, and return the loss.
 
-    Returns None if --data is not given and the corpus is not here.
+    Returns None if --data is not given and the model's own corpus is not here.
     """
     try:
         data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])
@@ -219,7 +219,7 @@ def evaluate_bits(
 
 
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
-    """Run the evaluations that have their data, and write and return the report's section.
+    """Run the evaluations whose data is here, write their section of the report, and return it.
 
     Raises UserError if nothing was evaluated (exit code 2), or at the end if a task failed.
     """

@@ -89,7 +89,7 @@ def domain_losses(
     data: Data,
     compute: Compute,
 ) -> dict[str, Loss]:
-    """Measure, log and return the loss for each language and domain, by name."""
+    """Measure and log the validation loss of each language and domain; return losses by name."""
     platform = compute.platform
     if tokens == "auto":
         tokens = platform.split_tokens // 4
@@ -106,9 +106,9 @@ def domain_losses(
 
 
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
-    """Measure the model and sample from it, and write and return the report's section.
+    """Measure the model, sample from it, and write and return its section of the report.
 
-    With --once, a section of the same checkpoint that is already there is returned instead.
+    With --once, an existing section of the same checkpoint and corpus is returned instead.
     """
     loaded = load_model(cfg.source, cfg.model_tag, cfg.model_step, compute)
     data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])

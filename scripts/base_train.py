@@ -107,7 +107,7 @@ class Config:
 
 
 def train(cfg: Config, compute: Compute) -> None:
-    """Pretrain a model, resuming from the newest checkpoint if there is one."""
+    """Pretrain a model, resuming from any checkpoint that --resume selects."""
     corpus = resolve_data(cfg.data)
     tokenizer = Tokenizer.load(tokenizer_dir(corpus.vocabulary))
     tag = f"d{cfg.shape.depth}" if cfg.model_tag is None else cfg.model_tag

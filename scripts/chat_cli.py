@@ -158,8 +158,8 @@ class Chat:
 def prompt_tokens(chat: Chat, question: str) -> list[int]:
     """Return the tokens of the prompt: the chat and the question.
 
-    If they no longer fit into the context, the earliest exchanges are left out, with a note. A base
-    model gets the question alone.
+    If these leave too little of the context for a reply, the earliest exchanges are left out, with
+    a note. A base model gets the question alone.
     """
     tokenizer = chat.loaded.tokenizer
     length = chat.engine.length
@@ -201,8 +201,8 @@ def reply(chat: Chat, question: str) -> bool:
     """Print the reply to a question as it is generated, and add the exchange to the chat.
 
     Returns False if Ctrl-C stopped the reply, else True. An exchange with an empty reply is not
-    added. Raises UserError if the question does not fit into the context, or if the model is
-    broken; the chat then stays unchanged.
+    added. Raises UserError if the question does not fit into the context, or if the model or the
+    server fails; the chat then stays unchanged.
     """
     if chat.server:
         return reply_of_server(chat, chat.server, question)
@@ -357,7 +357,7 @@ def set_number(chat: Chat, name: str, argument: str) -> None:
 
 
 def converse(chat: Chat) -> None:
-    """Answer lines from the keyboard, or carry out commands, until /quit or the end of input."""
+    """Answer typed lines, and carry out typed commands, until /quit or the end of input."""
     path = base_dir() / "chat_history"
     with history(path) as problem, keyboard() as ask:
         if problem:
@@ -407,7 +407,7 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
 
 
 def open_server(cfg: Config, chat: Chat) -> None:
-    """Connect the chat to the server that answers it, and print notes about the server."""
+    """Connect the chat to the server of --url, and print notes about the server."""
     api_key = cfg.api_key or os.environ.get("NANOCHAT_API_KEY", "")
     chat.server = Remote(cfg.url, api_key)
     chat.changed = {name for name in SETTINGS if getattr(cfg, name) != "auto"}
@@ -416,7 +416,7 @@ def open_server(cfg: Config, chat: Chat) -> None:
 
 
 def open_model(cfg: Config, chat: Chat) -> None:
-    """Load the model that answers the chat, and print notes about it."""
+    """Load the model for the chat, and print notes about the model."""
     with contextlib.redirect_stdout(chat.notes):  # standard output is for replies
         compute = compute_init(cfg.device_type or None)
         chosen = choose(cfg, cfg.dtype, compute, cfg.adapter)

@@ -105,8 +105,9 @@ def choose_tasks(
 ) -> tuple[list[Task], list[str]]:
     """Return the tasks to evaluate, and the names of requested tasks that cannot be read.
 
-    `task_names` separates names by |, and None means all tasks that suit the corpus. Raises
-    UserError if a name is unknown (exit code 2) or no task can be read.
+    `task_names` has | between names. If it is None, all tasks that suit the corpus are requested,
+    and no names are returned. Raises UserError if a name is unknown (exit code 2) or no task can be
+    read.
     """
     makers: Mapping[str, Callable[[], Task]] = chat_tasks(unsafe_exec, shots)
     if task_names is None:
@@ -180,7 +181,7 @@ class Listener:
 
 
 def sampling_for(task: Task | None, cfg: Config, corpus: str | None) -> Sampling:
-    """Return how to sample the replies to a task.
+    """Return the Sampling for the replies to a task.
 
     The flags decide. Without them, decoding is greedy unless the task asks to sample as a chat
     does. Raises UserError (exit code 2) if a flag is out of range, even if `task` is None.
@@ -197,7 +198,7 @@ def figures(
     seconds: float,
     samples: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the figures of a task for its section of the report."""
+    """Return a dict of the figures of a task, for the report."""
     groups = {}
     for name, (right, total) in by_group(task, score).items():
         groups[name] = {"right": right, "total": total}
@@ -216,7 +217,7 @@ def figures(
 
 
 def settings(cfg: Config, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the settings on which figures depend, besides the model and the task's data."""
+    """Return the settings on which the figures depend, besides the model and the tasks' data."""
     return {
         "temperature": cfg.temperature,
         "top_k": cfg.top_k,
@@ -234,7 +235,7 @@ def saved_section(
     sampling: Mapping[str, Any],
     defaults: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the stage's section of the report if it has the same weights and settings.
+    """Return the stage's section of the report if it was made with these weights and settings.
 
     Otherwise, returns a new section without tasks. A setting that a section of an earlier version
     does not name is taken from `defaults`.
@@ -293,9 +294,9 @@ def measure(
 ) -> Score | None:
     """Evaluate a task, write a record of every answer to a file, and return the score.
 
-    If an earlier evaluation with the same model, settings and data has left a file, and without
-    --again, rank 0 returns the score in it, and the other ranks return None. Raises UserError on
-    every rank if the task is broken on one of them.
+    If an earlier evaluation with the same model, settings and data has saved a score, rank 0
+    returns it, and the other ranks return None, unless --again is set. Raises UserError on every
+    rank if there is nothing to evaluate or a problem is malformed.
     """
     with parallel.together(task.name, compute):
         data = fingerprint(task, cfg.max_problems) if compute.main else ""

@@ -102,7 +102,7 @@ class Config:
 
 
 def train(cfg: Config, compute: Compute) -> None:
-    """Train a model on problems, resuming from the newest checkpoint if there is one."""
+    """Train a model on problems, resuming from any checkpoint that --resume selects."""
     parent, tag = parent_of(cfg.source, cfg.source_step, "rl", cfg.stage, cfg.problems)
     corpus = cfg.stage.data or parent.corpus
     folder = open_folder("rl", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)

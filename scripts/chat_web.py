@@ -202,10 +202,11 @@ def key_of(cfg: Config) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on a port of `host`.
+    """Return a socket that listens on `port` of `host`.
 
     main() calls this before the model loads, so that a port in use is reported at once. Raises
-    UserError with advice if the host is not of this machine, or the port is taken or privileged.
+    UserError with advice if `host` is not an address of this machine, or if `port` is taken or
+    privileged.
     """
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -255,7 +256,7 @@ def _bound(family: int, address: tuple) -> socket.socket:
 
 
 def _free_ports(family: int, address: tuple) -> Iterator[int]:
-    """Yield free ports just above the one in use, then one that the system chooses."""
+    """Yield free ports just above that of `address`, then one that the system chooses."""
     host, port, *scope = address
     for candidate in (*range(port + 1, min(port + 100, 65535)), 0):
         try:
@@ -271,7 +272,7 @@ def is_local(host: str) -> bool:
 
 
 def addresses(listener: socket.socket, host: str) -> list[str]:
-    """Return the URLs at which a browser finds the page."""
+    """Return the URLs at which the server can be reached."""
     port = listener.getsockname()[1]
     names = [f"[{host}]" if ":" in host else host]
     if host in ("0.0.0.0", "::", ""):  # every address of this machine
@@ -283,10 +284,10 @@ def addresses(listener: socket.socket, host: str) -> list[str]:
 
 
 def about(chosen: Chosen) -> dict[str, Any]:
-    """Return what the page shows about the model, besides its name.
+    """Return a dict of what the page shows about the model, besides its name.
 
-    The dict holds its corpus, its number of parameters, what it knows (None if it has not learned
-    that), and the other models there are.
+    This is its corpus, its number of parameters, what it knows (None if not known or not learned),
+    and for each other model, the flags that choose it.
     """
     corpus = chosen.loaded.corpus
     knows = traits(corpus).knows
@@ -369,7 +370,7 @@ def hosts_of(cfg: Config) -> tuple[str, ...]:
 
 
 def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
-    """Load the models that the flags name, log them, and return them, the default one first.
+    """Load the models that the flags name, log them, and return their Loadables, the default first.
 
     Raises UserError if one of them cannot be served.
     """
@@ -412,7 +413,7 @@ def named_models(
     folders: Mapping[str, Path],
     compute: Compute,
 ) -> dict[str, Chosen]:
-    """Load the models of --also, and return them after `first`, by their names in the API.
+    """Load the models of --also, and return a dict, API name -> model, that begins with `first`.
 
     Raises UserError (exit code 2) if a name is already taken.
     """

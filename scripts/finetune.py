@@ -235,7 +235,7 @@ def pass_loss(
 
 
 def train(cfg: Config, compute: Compute) -> None:
-    """Fine-tune a model, resuming from the newest checkpoint if there is one."""
+    """Fine-tune a model, resuming from any checkpoint that --resume selects."""
     begun = begun_settings(checkpoint_dir("tune", cfg.tag), cfg.run.resume, compute)
     cfg = cfg.as_begun(begun)
     lora = cfg.adapter.shape

@@ -64,7 +64,7 @@ class Config:
 
 
 def train(cfg: Config, compute: Compute) -> None:
-    """Midtrain a base model, resuming from the newest checkpoint if there is one."""
+    """Midtrain a base model, resuming from any checkpoint that --resume selects."""
     parent, tag = parent_of("base", cfg.base_step, "mid", cfg.stage, cfg.chats.own_file)
     corpus = cfg.stage.data or parent.corpus
     folder = open_folder("mid", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)

@@ -91,7 +91,8 @@ def published(cfg: Config) -> list[Source]:
 def data_of(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the name and the place of each data set that the run needs from outside.
 
-    The place is where this machine gets it: "NANOCHAT_TASK_DIR", "cache", "hub", or "" for nowhere.
+    The place says where this machine gets the data set: "NANOCHAT_TASK_DIR", "cache", "hub", or ""
+    for nowhere.
     """
     for source in published(cfg):
         shards = shard_paths(base_dir() / "base_data" / source.name)
@@ -128,8 +129,8 @@ def still_to_write(cfg: Config, checkpoint: float, downloads: bool = True) -> fl
     """Return the largest number of bytes that the run may still write.
 
     This is the total of the parts that disk.of_run() returns, less the bytes that are already on
-    the disk. `checkpoint` is the size of a checkpoint's tensors in bytes. Without `downloads`, all
-    conversations are already here.
+    the disk. `checkpoint` is the size of a checkpoint's tensors in bytes. `downloads` is False
+    if all conversations are already here.
     """
     texts: dict[str, float] = {}
     written: dict[str, float] = {"chats": size_of(base_dir() / "chat_data")}
@@ -156,10 +157,10 @@ def still_to_write(cfg: Config, checkpoint: float, downloads: bool = True) -> fl
 
 
 def seconds_of(cfg: Config, model: GPT, tokens: float, compute: Compute) -> float:
-    """Return how many seconds pretraining will take.
+    """Return an estimate of how many seconds pretraining will take.
 
-    This is the planner's prediction if the planner knows the card and the model's shape, and else
-    an estimate from the usual share of the peak FLOP/s.
+    This is the planner's prediction if the planner knows the card and the model's shape. Otherwise,
+    it follows from the usual share of the peak FLOP/s.
     """
     chip = compute.platform.chip
     if chip is not None and chip.trains:
@@ -178,8 +179,8 @@ def seconds_of(cfg: Config, model: GPT, tokens: float, compute: Compute) -> floa
 def check(cfg: Config, compute: Compute) -> None:
     """Log the data, disk space, memory and time that the run needs.
 
-    Raises UserError (exit code 2) if a flag is out of range, or if anything is missing, naming all
-    of it.
+    Raises UserError (exit code 2) if a flag is out of range, or if anything is missing; the message
+    then names all that is missing.
     """
     if cfg.devices < 1:
         raise UserError(

@@ -186,7 +186,7 @@ def train(cfg: Config) -> list[Row]:
 
 
 def first_documents(corpus: Corpus, split: Literal["train", "val"]) -> list[str]:
-    """Return the first 1,000 documents of a split, as a sample of the corpus."""
+    """Return the first documents of a split, at most 1,000, as a sample of the corpus."""
     return list(islice(texts(shards(corpus, split)), CORPUS_DOCUMENTS))
 
 
@@ -222,9 +222,9 @@ def count_bytes(documents: list[str]) -> int:
 
 
 def published_ratios(texts_by_kind: dict[str, list[str]]) -> dict[str, dict[str, float]]:
-    """Return the bytes per token by published vocabulary, then by kind of text.
+    """Return the bytes per token, as published vocabulary -> kind of text -> ratio.
 
-    A vocabulary that tiktoken has not cached has figures for the samples only.
+    A vocabulary that tiktoken has not cached has ratios for the samples only.
     """
     ratios: dict[str, dict[str, float]] = {}
     for name, vocabulary in PUBLISHED.items():

@@ -55,9 +55,9 @@ class Config:
 
 
 def train(cfg: Config) -> Tokenizer:
-    """Train, check and save a tokenizer, write its section of the report, and return it.
+    """Train, check and save a tokenizer, report on it, and return the tokenizer.
 
-    If the same settings and shards have a saved tokenizer, that one is returned instead.
+    If a tokenizer of the same settings and shards is already saved, that one is returned instead.
     """
     _check(cfg)
     exported = export_folder(cfg)
@@ -200,7 +200,7 @@ def known_characters(data: Data) -> int | None:
 
 
 def choose_vocab_size(requested: int | Auto, characters: int | None) -> int:
-    """Return the requested vocabulary size, or log and return one that suits the corpus."""
+    """Return the requested vocabulary size or, for "auto", log and return a suitable one."""
     if requested != "auto":
         return requested
     size = 32_768

@@ -39,13 +39,14 @@ def clean(
 ) -> dict[str, Any]:
     """Screen a corpus, record which documents are left out, and return a summary of the counts.
 
-    The record is the entry `dropped` of corpus.json. With `dedup`, documents that nearly equal an
-    earlier one are left out; validation documents count as earlier than training documents. A call
-    that only counts documents does not change what an earlier call left out.
+    The record is the entry `dropped` of corpus.json and a list for each shard. With `dedup`,
+    documents that nearly equal an earlier one are left out; validation documents count as earlier
+    than training documents. A call that only counts documents does not change what an earlier call
+    left out.
 
     Raises UserError if a shard is damaged. Raises UserError (exit code 2) if the folder of
-    evaluations cannot be used, or if this call leaves out documents but would restore others that
-    an earlier call left out.
+    evaluations cannot be used, or if this call leaves out documents but does not repeat a reason
+    for which an earlier call left out others.
     """
     if dedup or drop_contaminated:
         earlier = read_about(corpus.folder).get(DROPPED, {})
@@ -99,9 +100,9 @@ def _refuse_to_take_back(
     dedup: bool,
     drop: bool,
 ) -> None:
-    """Raise UserError (exit code 2) if this command would restore documents left out earlier.
+    """Raise UserError (exit code 2) if `dedup` or `drop` is off now but left out documents earlier.
 
-    This happens if an earlier command left them out for a reason that this one does not repeat.
+    This command would restore these documents. `earlier` is the entry `dropped` of corpus.json.
     """
     reasons = (
         ("near_duplicates", "--dedup", dedup),
@@ -153,7 +154,7 @@ def _decide(
     set_names: tuple[str, ...],
     drop: bool,
 ) -> _Decision:
-    """Return which documents to leave out, and a summary, from the screening results per shard."""
+    """Return which documents to leave out, and a summary, given the results of all shards."""
     results = [dict(np.load(path)) for path in result_paths]
     counts = [int(result["seen"]) for result in results]
     ends = np.cumsum(counts)
@@ -181,7 +182,7 @@ def _decide(
 
 
 def _write_lists(paths: list[Path], dropped: list[np.ndarray]) -> dict[str, dict[str, Any]]:
-    """Write each shard's list of left-out documents, and return the entries for corpus.json."""
+    """Write each shard's list of left-out documents, and return shard name -> corpus.json entry."""
     entries = {}
     for path, numbers in zip(paths, dropped, strict=True):
         body = io.BytesIO()
@@ -230,10 +231,11 @@ def screen_shard(
 ) -> dict[str, Any]:
     """Screen a shard, write the results to `out`, and return a message for the parent process.
 
-    The results are the bands and bins of the documents' signatures, and a pair (document index,
-    evaluation index) for each evaluation that shares a passage with a document. The message has the
-    "name" of the shard and its number of "documents". `advance` is called after every batch with
-    the number of documents in it. Raises UserError if the shard is damaged.
+    The results are the number of documents, their signatures if `dedup` is set and, if `passages`
+    are given, a pair (document index, evaluation index) for each evaluation that shares a passage
+    with a document. The message has the "name" of the shard and its number of "documents".
+    `advance` is called after every batch with the number of documents in it. Raises UserError if
+    the shard is damaged.
     """
     check_sha256(path)
     parts = []
@@ -283,7 +285,7 @@ def _screen_in_processes(
 
 
 def _begin_work(setup: Message) -> Callable[[Message, Say], Message]:
-    """Read the evaluations in a worker process, and return a function that screens one shard."""
+    """Read the evaluations, if any, and return the function with which a worker screens a shard."""
     passages = read_passages(Path(setup["against"])) if setup["against"] else None
 
     def screen(task: Message, say: Say) -> Message:

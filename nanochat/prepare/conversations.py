@@ -51,8 +51,8 @@ def conversation_folder(
 ) -> Path:
     """Return the folder for the tokens of the conversations called `name`.
 
-    It depends on the tokenizer and on `key`, which identifies the conversations, so two runs in one
-    base folder do not overwrite each other's tokens.
+    The path has a hash of the tokenizer and of `key`, which identifies the conversations, so runs
+    that differ in one of these do not overwrite each other's tokens.
     """
     digest = hashlib.sha256(f"{tokenizer.hash} {key}".encode()).hexdigest()[:12]
     return base_dir() / "chat_data" / f"{name}-{digest}"
@@ -153,7 +153,7 @@ def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversatio
 
 
 def _remove_old_folders(folder: Path) -> None:
-    """Remove old token folders of the stage that filled `folder`, except its newest ones.
+    """Remove the old token folders of the stage to which `folder` belongs, except the newest ones.
 
     A resumed run whose folder was removed tokenises its conversations again.
     """

@@ -34,7 +34,8 @@ from nanochat.tokenizer import Tokenizer, cores
 class Shard:
     """A shard to tokenise.
 
-    `source` identifies the content of the shard: tokens made from another source are made again.
+    `source` identifies the shard's content and the documents to skip. If the saved tokens have
+    another source, the shard is tokenised again.
     """
 
     path: Path
@@ -49,10 +50,10 @@ def prepare_documents(
 ) -> TokenSet:
     """Return the tokens of a split of a corpus, making and saving them on first use.
 
-    This is safe to call from every rank at once. Each shard becomes one part. The work is shared
-    among `processes` processes (default: as many as save time). Only shards that are new, changed
-    or unfinished are tokenised, so an interrupted call can be resumed. Raises UserError if a shard
-    or a token file is damaged, or if a shard is missing.
+    This is safe to call from every rank at once. Each shard becomes one part of the TokenSet. At
+    most `processes` processes share the work (default: as many as save time). Only shards that are
+    new, changed or unfinished are tokenised, so an interrupted call can be resumed. Raises
+    UserError if a shard or a token file is damaged, or if a shard is missing.
     """
     folder = (corpus.folder / f"tokens-{tokenizer.hash[:8]}" / split).absolute()
     split_shards = _shards_to_tokenise(corpus, split)
@@ -72,7 +73,7 @@ def prepare_documents(
 
 
 def _shards_to_tokenise(corpus: Corpus, split: Literal["train", "val"]) -> list[Shard]:
-    """Return the shards of a split, and warn of those added since clean.py screened the corpus."""
+    """Return the shards of a split, and warn about those added after the corpus was screened."""
     about = read_about(corpus.folder)
     recorded = about.get("shards", {})
     split_shards = []
@@ -211,7 +212,8 @@ def tokenise_shard(
     """Check a shard, write its tokens to a folder, and return the part's entry for meta.json.
 
     Documents that clean.py left out are skipped. `advance` is called after every batch with the
-    number of documents in it. Raises UserError if the shard is damaged; then no token file appears.
+    number of documents in it. Raises UserError, and leaves the part's files as they are, if the
+    shard is damaged.
     """
     check_sha256(path)
     token_bytes = tokenizer.token_bytes()
@@ -232,7 +234,7 @@ def tokenise_shard(
 
 
 def _begin_work(setup: Message) -> Callable[[Message, Say], Message]:
-    """Load the tokenizer in a worker process, and return a function that tokenises one shard."""
+    """Load the tokenizer, and return the function with which a worker tokenises a shard."""
     tokenizer = Tokenizer.load(Path(setup["tokenizer"]))
 
     def tokenise(task: Message, say: Say) -> Message:

@@ -1,10 +1,11 @@
 """Find documents that nearly equal an earlier one, by comparing their MinHash signatures.
 
-A signature hashes every window of 16 bytes of a text, and keeps the smallest hash in each of 128
-bins (one permutation hashing, Li, Owen and Zhang 2012). An empty bin borrows from the next full one
-(Shrivastava and Li 2014). The share of bins in which two documents are equal estimates the Jaccard
-similarity of their sets of windows. Among documents with an equal band of eight bins, each is
-compared with the first. The factors of the hashes are constant, so the result is always the same.
+A signature holds the smallest hash in each of 128 bins over all 16-byte windows of a text that
+begin at a character (one permutation hashing, Li, Owen and Zhang 2012). An empty bin borrows from
+the next full one (Shrivastava and Li 2014). The share of bins in which two documents are equal
+estimates the Jaccard similarity of their sets of windows. Among documents with an equal band of
+eight bins, each is compared with the first. The factors of the hashes are constant, so the result
+is always the same.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ def _factors() -> np.ndarray:
 
 @cache
 def _translation() -> tuple[bytes, bytes]:
-    """Return the arguments of bytes.translate: a table to lower case, and the bytes to delete.
+    """Return the arguments of bytes.translate: a table that lowercases, and the bytes to delete.
 
     ASCII characters other than letters and digits are deleted.
     """
@@ -133,10 +134,10 @@ def _by_bin(hashes: np.ndarray) -> np.ndarray:
 
 
 def near_duplicates(documents: Signatures) -> np.ndarray:
-    """Return which documents nearly equal an earlier one, bool (documents,).
+    """Return a mask of the documents that nearly equal an earlier one, bool (documents,).
 
-    A document is compared only with the first that is equal in a band, so a few near-duplicates are
-    not found.
+    For each of its bands, a document is compared only with the first document that has an equal
+    band, so a few near-duplicates are not found.
     """
     is_duplicate = np.zeros(len(documents.bands), bool)
     if not len(is_duplicate):

@@ -1,9 +1,9 @@
 """Find documents that contain a passage of an evaluation.
 
-A passage is 13 words in a row, or 50 characters of Chinese. The evaluations are copies of data sets
-in a folder like the one in NANOCHAT_TASK_DIR: a subfolder for each set, with parquet, JSON, JSONL
-or CSV files. If the paths of some files name a test or validation split, only these files are read.
-Texts that are shorter than a passage are never found.
+A passage is 13 words in a row, or 50 characters of mostly Chinese text. The evaluations are copies
+of data sets in a folder like the one in NANOCHAT_TASK_DIR: a subfolder for each set, with parquet,
+JSON, JSONL, CSV or TSV files. If the paths of some files of a set name a test or validation split,
+only these files of the set are read. Texts that are shorter than a passage are never found.
 """
 
 import csv
@@ -126,7 +126,7 @@ def _hashes_of_set(folder: Path) -> np.ndarray:
 def passages(text: str) -> np.ndarray:
     """Return the hashes of all passages of a text, uint64 (passages,).
 
-    ASCII case, spaces and punctuation are ignored.
+    ASCII case is ignored, and ASCII punctuation counts as spaces.
     """
     words = text.encode(errors="replace").translate(_words_only()).split()
     word_hashes = np.fromiter(map(crc32, words), np.uint64)
@@ -167,10 +167,10 @@ def _between(points: np.ndarray, first: int, last: int) -> np.ndarray:
 
 
 def _window_hashes(points: np.ndarray, count: int) -> np.ndarray:
-    """Return a polynomial hash of each of the `count` windows of CHARACTERS code points, uint64.
+    """Return a polynomial hash of each of the `count` windows of 50 code points, uint64 (count,).
 
-    The hash of a window follows from the hashes of its two halves. So the hashes of windows of 2,
-    4, 8, ... characters are computed first, and then combined to 50 = 32 + 16 + 2.
+    The hash of a window follows from the hashes of its two halves. So windows of 2, 4, 8, ...
+    characters are hashed first, and their hashes are then combined, as 50 = 32 + 16 + 2.
     """
     size = 1
     windows = {1: points}  # size -> the hash of the window that begins at each position

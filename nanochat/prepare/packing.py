@@ -1,4 +1,4 @@
-"""Pack pieces of documents into rows by best fit; the result depends only on the lengths.
+"""Pack pieces of documents into rows by best fit, which looks only at their lengths.
 
 Best-fit packing of sequences: Ding et al. 2024, arXiv:2404.10830.
 """
@@ -27,7 +27,7 @@ class Packing:
 
 
 class _Pool:
-    """At most `window` pieces to choose from, sorted by length, and refilled as they are used."""
+    """A pool of up to `window` pieces, sorted by length and refilled as pieces are taken."""
 
     def __init__(self, pieces: Iterator[tuple[int, int]], window: int):
         self._pieces = pieces
@@ -60,7 +60,7 @@ class _Pool:
         return piece
 
     def take_head(self, length: int) -> int:
-        """Remove the first `length` tokens of the longest piece, and return their start.
+        """Remove the first `length` tokens of the longest piece, and return the index of the first.
 
         The rest of the piece goes back into the pool.
         """
@@ -120,9 +120,9 @@ def _choose(
     room: int,
     row_tokens: int,
 ) -> int:
-    """Return the index of the next piece for a row whose pieces may be cut.
+    """Return the index in the pool of the next piece for a row with `room` free cells.
 
-    Returns -1 if the head of the longest piece should fill the row.
+    Returns -1 if the head of the longest piece should fill the rest of the row.
     """
     i = pool.longest_up_to(room - 1)
     if pool.lengths[-1] < room:
@@ -157,8 +157,8 @@ def cut_at(
     """Cut a conversation of `end` tokens into (start, length) pieces of at most `room` tokens.
 
     A piece runs from one of `borders` (ascending, the first is 0) to the last border, or the end,
-    within `room` tokens. If the next border is further away, the piece consists of the first `room`
-    tokens, and the tokens between its end and that border are dropped.
+    within `room` tokens. If the next border is further away, the piece has only `room` tokens, and
+    the tokens between its end and that border are dropped.
     """
     pieces = []
     edges = [*borders, end]

@@ -53,11 +53,12 @@ def plan(
     """Return the packing plan of a token set, making and saving it on first use.
 
     This is safe to call from every rank at once. Use `cut` for documents: then every token is
-    placed. Without `cut`, each conversation stays whole if it fits into a row. A longer one is cut
-    before user turns, and a single exchange that is longer than a row loses its end.
+    placed. Without `cut`, each conversation stays whole if it fits into a row. Without `too_long`,
+    a longer one is cut before user turns, and a single exchange that is longer than a row loses its
+    end. Cut pieces without trained tokens are left out.
 
     `too_long` is for conversations without begin marks, whose own first token takes the place of
-    the mark. It says whether a conversation that is longer than a row is cut to its beginning or
+    the mark, and says whether a conversation that is longer than a row is cut to its beginning or
     dropped.
 
     With `pairs`, which needs `too_long`, the conversations 2n and 2n + 1 are adjacent in a row. If
@@ -289,9 +290,9 @@ def _cut_pairs(
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Cut pairs to `room` tokens; return their starts and lengths, and how many were too long.
 
-    Both arrays are int64 (pairs, 2), for the two conversations of each pair. If `too_long` is
-    "drop", pairs that are too long are left out. Pairs in which a conversation has no trained
-    token, or none left, are left out too.
+    Both arrays are int64 (pairs, 2), for the two conversations of each pair. A pair is left out
+    if one of its conversations has no trained token after the cut, or if the pair is too long and
+    `too_long` is "drop".
     """
     starts = starts.reshape(-1, 2)
     lengths = lengths.reshape(-1, 2)

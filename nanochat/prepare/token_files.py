@@ -108,8 +108,8 @@ def files_exist(folder: Path, entry: dict[str, Any]) -> bool:
 def read_meta(folder: Path, needs: Sequence[str] = ("dtype", "parts")) -> dict[str, Any] | None:
     """Return the content of a folder's meta.json, or None if the folder has none.
 
-    Raises UserError if the file is not JSON, lacks a key in `needs`, or describes a part with other
-    keys than PART_ENTRIES.
+    Raises UserError if the file is not JSON, lacks a key in `needs`, or has a part with missing or
+    unknown keys.
     """
     path = folder / META
     try:
@@ -183,7 +183,7 @@ def damage(path: Path, why: str) -> UserError:
 class TokenWriter:
     """Writes the files of one part under temporary names, until finish() renames them.
 
-    The part does not count until its description, which finish() returns, is saved.
+    The caller then saves the description that finish() returns, which makes the part valid.
     """
 
     def __init__(
@@ -339,7 +339,7 @@ def _read_notes(folder: Path) -> dict[str, list]:
 
 
 def _unchecked(folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
-    """Return the entries of `hashes` whose files were never checked or have since changed."""
+    """Return the entries of `hashes` whose files have not passed a check in their current state."""
     notes = _read_notes(folder)
     unchecked = {}
     for name, digest in hashes.items():

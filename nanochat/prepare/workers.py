@@ -35,7 +35,8 @@ def processes_for(
 ) -> int:
     """Return the number of processes to use for tasks that read `size` bytes of shards.
 
-    This is `requested`, or by default as many processes as save time, but at most one per task.
+    This is `requested`, or by default as many as save time (0 if none does), but at most one per
+    task.
     """
     worthwhile = min(cores(), MOST_PROCESSES, size // BYTES_THAT_PAY)
     return min(requested or worthwhile, tasks)
@@ -52,9 +53,9 @@ def work(
 
     The processes run `python -m MODULE` for the given `module`, which calls serve(), and inherit
     the file descriptors in `keep`. The last message of a task has the key "result". A UserError or
-    an OSError in a process is raised here too, and any other exception becomes a RuntimeError.
-    Raises UserError if a process ends early, for example because it was killed. Closing the
-    iterator ends the processes, which also end when this process ends.
+    an OSError of a task is raised here too, and any other exception becomes a RuntimeError. Raises
+    UserError if a process ends early, for example because it was killed. Closing the iterator ends
+    the processes, which also end when this process ends.
     """
     pending: queue.SimpleQueue[int] = queue.SimpleQueue()
     answers: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
@@ -64,7 +65,7 @@ def work(
     threads: list[threading.Thread] = []
 
     def drive(process: subprocess.Popen[str]) -> None:
-        """Give tasks to one process until no task is left or the process fails."""
+        """Give tasks to one process until no task is left or one fails."""
         to_send = [setup]
         while True:
             try:

@@ -63,7 +63,7 @@ def generate(key: str = "") -> Path:
 def begin(key: str) -> None:
     """Record that `key` names the current run.
 
-    The recorded costs of stages are deleted, unless they belong to that run already.
+    The recorded costs of stages are deleted, unless `key` was recorded already.
     """
     path = report_dir() / "run.json"
     if not path.exists() or read_json(path)["key"] != key:
@@ -131,7 +131,7 @@ def main(cfg: Config) -> None:
     """Do what `cfg.verb` says.
 
     Raises UserError (exit code 2) if the number of named runs does not suit the verb, and exits
-    with 3 if the verb is "finished" and the run named `cfg.key` is not.
+    with code 3 if the verb is "finished" and the run named `cfg.key` is not.
     """
     if cfg.runs and cfg.verb != "compare":
         raise UserError(

@@ -100,10 +100,10 @@ def named(runs: Sequence[Run]) -> list[Run]:
 
 
 def measures(runs: Sequence[Run]) -> list[list[str]]:
-    """Return the rows of the table of measures, one for each measure after each stage.
+    """Return the rows of the table of measures, one for each (measure, stage) that any run has.
 
     A row holds a label, then the value for each run, with a 95 % interval for the accuracy of a
-    chat task.
+    chat task, or "" for a run without it.
     """
     keys: dict[tuple[str, str], None] = {}  # (measure, stage), in the order of the stages
     for stage in COLUMNS:
@@ -149,7 +149,7 @@ def figures(runs: Sequence[Run], price_per_hour: float | None) -> list[list[str]
 def _total_costs(runs: Sequence[Run]) -> list[list[str]]:
     """Return the rows with the costs of whole runs, without empty rows.
 
-    A cell is empty if the report has no costs, because speedrun.sh did not start the stages.
+    A cell is empty if the run's report has no costs, because speedrun.sh did not start its stages.
     """
     time = ["time"]
     cpu_time = ["CPU time"]
@@ -163,7 +163,7 @@ def _total_costs(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a table row for every setting and every host fact that differs between runs."""
+    """Return a table row for each host fact and setting that differs, except those in IGNORED."""
     rows = []
     for key in HOST_FACTS:
         facts = [cell(run.report["environment"].get(key, "")) for run in runs]
@@ -180,13 +180,13 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _differs(values: Sequence[str]) -> bool:
-    """Return whether the values differ, ignoring empty ones, which mean that a run has none."""
+    """Return whether the values differ, ignoring empty ones, which mean that a run has no value."""
     distinct = {value for value in values if value}
     return len(distinct) > 1
 
 
 def _pictures(runs: Sequence[Run]) -> dict[str, bytes]:
-    """Return a PNG of the curves of each training stage that several runs have, by file name."""
+    """Return the curves of each training stage that several runs have, as file name -> PNG."""
     pictures = {}
     for stage in COLUMNS:
         sections = {run.name: run.training(stage) for run in runs}
@@ -201,7 +201,7 @@ def compare(
     folder: Path,
     price_per_hour: float | None = None,
 ) -> Path:
-    """Write compare.md, compare.html and the pictures to a folder, and return the HTML's path."""
+    """Write compare.md, compare.html and the pictures to a folder; return compare.html's path."""
     names = [run.name for run in runs]
     title = f"{' and '.join(names) if len(names) < 4 else f'{len(names)} runs'} compared"
     pictures = _pictures(runs)

@@ -36,9 +36,9 @@ def running_mean(values: Sequence[float], weight: float = 0.95) -> list[float]:
 
 
 def draw(title: str, runs: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """Return a PNG with the curves of a training stage, one above the other.
+    """Return a PNG with one plot for each curve of a training stage, one above the other.
 
-    `runs` maps the name of each run to its section for the stage. Several runs share each axis.
+    `runs` maps the name of each run to its section for the stage. All runs share each plot.
     """
     import matplotlib
 

@@ -28,10 +28,10 @@ blockquote { border-left: .25rem solid #d80; margin-left: 0; padding-left: 1rem;
 
 
 def page(title: str, markdown: str, pictures: Mapping[str, bytes]) -> str:
-    """Convert a report from Markdown to one HTML document.
+    """Convert the report `markdown` to one HTML document, and return it.
 
-    `pictures` maps file names in the text to PNGs, which are embedded. HTML in the text is shown as
-    text, except for the report's own <details>.
+    `pictures` maps file names in `markdown` to PNGs, which are embedded. HTML in `markdown` is
+    shown as text, except for the report's own <details>.
     """
     renderer = MarkdownIt("commonmark", {"html": True}).enable("table")
     renderer.add_render_rule("html_block", _escape_foreign_html)
@@ -51,7 +51,7 @@ def page(title: str, markdown: str, pictures: Mapping[str, bytes]) -> str:
 
 
 def _embed(image: Token, pictures: Mapping[str, bytes]) -> None:
-    """Replace the file name in an image token by its picture, as a data URL."""
+    """Replace the file name in an image token with its picture, if known, as a data URL."""
     picture = pictures.get(str(image.attrs["src"]))
     if picture is not None:
         image.attrs["src"] = f"data:image/png;base64,{base64.b64encode(picture).decode()}"

@@ -106,7 +106,10 @@ def _plain(data: Mapping[str, Any]) -> list[str]:
 
 
 def _scores(tasks: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Return the lines of a table of task scores, and of the groups that have wrong answers."""
+    """Return the lines of a table of task scores, then of each task's groups with wrong answers.
+
+    Groups are listed only for tasks with 2 to MAX_GROUPS of them.
+    """
     rows = []
     for name, score in tasks.items():
         accuracy = f"{100 * score['accuracy']:.1f} %"
@@ -201,7 +204,7 @@ def _total_cost(total: Mapping[str, Any]) -> str:
 
 
 def _measures(table: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the lines of the table of measures by stage, and what each measure means."""
+    """Return the lines of the table of measures by stage, then of the meanings of measures."""
     stages = columns(table)
     head = ["measure", *(stage.upper() for stage in stages)]
     rows = []

@@ -125,7 +125,8 @@ def read_sections() -> dict[str, dict[str, Any]]:
 def current_sections() -> dict[str, dict[str, Any]]:
     """Return the sections of the newest run, and log the names of all other sections.
 
-    The newest run is that of the newest section of a model; without one, all sections are returned.
+    The newest run is the one with the newest section that has a model tag. If no section has a tag,
+    all sections are returned.
     """
     sections = read_sections()
     tagged = [name for name, data in sections.items() if "tag" in data]
@@ -143,10 +144,10 @@ def sections_of_run(sections: Sections, newest: str) -> dict[str, dict[str, Any]
     """Return the sections that belong to the same run as the section `newest`.
 
     Sections of other tags or corpora are left out, since they describe a model that has been
-    replaced. Each stage of a run names its parent stage and tag; a stage without a training section
-    has the tag of `newest`. A stage that names no corpus uses that of its parent. The tokenizer
-    belongs to the run if a stage was trained on its corpus. A fine-tuned published model has only
-    the sections of its own stage.
+    replaced. Each training section names its parent stage and tag, which gives the tags of the
+    stages before and after `newest`; all other stages must have its tag. A stage that names no
+    corpus uses that of its parent. The tokenizer is left out if all stages used other corpora. A
+    fine-tuned published model has only the sections of its own stage.
     """
     newest_tag = sections[newest]["tag"]
     tags = _tags(sections, newest)
@@ -170,14 +171,14 @@ def _training_tag(sections: Sections, stage: str) -> str | None:
 
 
 def _parent(sections: Sections, stage: str) -> tuple[str, str] | None:
-    """Return the stage and the tag of the model from which a training stage started, or None."""
+    """Return the stage and tag of the model from which `stage` started, or None if unknown."""
     settings = _training_settings(sections, stage)
     words = settings.get("parent", "").split(" ")
     return (words[0], words[1]) if len(words) > 1 else None
 
 
 def _tags(sections: Sections, newest: str) -> dict[str, str]:
-    """Return the tag of each stage of the run: of `newest`, its ancestors and its descendants."""
+    """Return stage -> tag for the stage of `newest`, its ancestors and its descendants."""
     stage = newest.partition("_")[0]
     tag = sections[newest]["tag"]
     tags = {stage: tag}

@@ -70,7 +70,7 @@ def _processor() -> str:
 
 
 def table(sections: Sections) -> Table:
-    """Return the measures that can be compared across stages, as measure -> stage -> value."""
+    """Return the measures of all stages, as measure -> stage -> value."""
     rows: Table = {}
     _add_validation(rows, sections)
     _add_base_corpus(rows, sections)
@@ -103,7 +103,10 @@ def _add_validation(rows: Table, sections: Sections) -> None:
 
 
 def _add_base_corpus(rows: Table, sections: Sections) -> None:
-    """Add the bits per byte of the base corpus by stage, which show what later stages forgot."""
+    """Add to `rows` the bits per byte of the base corpus and of its domains by stage.
+
+    They show what later stages forgot. Without later stages, only the domains are added.
+    """
     later = [stage for stage in COLUMNS[1:] if f"{stage}_loss" in sections]
     for stage in ("base", *later):
         section = sections.get(f"{stage}_loss", {})
