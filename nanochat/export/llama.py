@@ -188,7 +188,7 @@ def export(loaded: Loaded, path: Path, dtype: str) -> None:
     """Write a loaded model to a GGUF file atomically.
 
     Raises UserError if the file already exists or llama.cpp does not support the architecture or
-    the tokenizer (exit code 2), or if `dtype` cannot hold a value.
+    the tokenizer (exit code 2), or if a value is not finite in `dtype`.
     """
     model = loaded.model
     if not isinstance(model, Qwen):

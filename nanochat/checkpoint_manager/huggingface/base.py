@@ -46,7 +46,7 @@ class Base:
         return replace(self, model=_on_meta(self.folder, sequence_len, self.lora, self.compute))
 
     def fill(self) -> None:
-        """Load the weights, and initialise the adapters.
+        """Load the weights, and initialise the adapters, if any.
 
         The model may be sharded already: each rank loads only the rows that it holds.
         """

@@ -33,9 +33,9 @@ Places = dict[str, list[Piece]]  # parameter -> its pieces, in the order of the 
 
 
 def part_name(number: int, count: int) -> str:
-    """Return the name of the file at index `number` of `count` parameter files.
+    """Return the name of one of `count` parameter files.
 
-    Indices begin at 0, but the names begin at 1.
+    `number` is the file's index, which begins at 0, whereas names begin at 1.
     """
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
