@@ -192,8 +192,8 @@ def trained(stage: str | None = None, tag: str | None = None) -> list[Trained]:
 def _saved_at(folder: Path, step: int) -> float:
     """Return when a step was saved, in seconds since 1970.
 
-    This is the time in its meta.json, because copying may change the file's modification time,
-    which is used only if meta.json has no time or is damaged.
+    The time is read from meta.json. Only if that has no time or is damaged, it is the file's
+    modification time, which copying may have changed.
     """
     try:
         saved_at = read_meta(folder, step).get("saved_at")
@@ -224,8 +224,8 @@ class Parent:
 def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
     """Return the checkpoint of stage `stage` that the next stage starts from.
 
-    A `step` of None is the newest step. Raises UserError if there is no such checkpoint, if `step`
-    is None and the run is not finished (exit code 2), or if meta.json is damaged.
+    A `tag` of None is chosen by find(), and a `step` of None is the newest step. Raises UserError
+    if there is no such checkpoint, or if `step` is None and the run is not finished (exit code 2).
     """
     _, folder = find(stage, tag)
     newest = latest_step(folder)

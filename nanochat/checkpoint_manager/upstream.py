@@ -169,7 +169,7 @@ def _is_plain(value: Any) -> bool:
 def _refuse_older(folder: Path, tensors: Mapping[str, Tensor], shape: Mapping[str, Any]) -> None:
     """Raise UserError if the model lacks a parameter of HEAD's models, or if `shape` lacks a field.
 
-    Such a model is too old. The message estimates its date from the parameters that it has.
+    A model without such a parameter is too old; the message estimates its date from the others.
     """
 
     def has(prefix: str) -> bool:

@@ -45,9 +45,9 @@ ROWLESS = (
     "assistant_start",
 )
 # Private-use characters that mark parts of a rendered text. If a user spells out a special token,
-# the rendered text has a number between OPEN and CLOSE in its place. The assistant's words are
-# between BEGIN and END. If a text contains these characters itself, they are replaced by numbers
-# too.
+# the rendered text has the token's index in _replaced between OPEN and CLOSE in its place. The
+# assistant's words are between BEGIN and END. If a text contains these characters itself, they are
+# replaced in the same way.
 OPEN, CLOSE, BEGIN, END = "\ue000", "\ue001", "\ue002", "\ue003"
 
 
@@ -165,7 +165,7 @@ class FolderTokenizer:
         return content
 
     def _read_names(self) -> dict[str, str]:
-        """Return a dict from names in tokenizer_config.json, such as eos_token, to spellings."""
+        """Return a dict from token names in tokenizer_config.json (eos_token, ...) to spellings."""
         spellings = {}
         for name, value in self._read_object("tokenizer_config.json").items():
             text = value.get("content") if isinstance(value, dict) else value
@@ -174,7 +174,7 @@ class FolderTokenizer:
         return spellings
 
     def named(self, name: str) -> int | None:
-        """Return the publisher's token called `name`, such as eos_token, or None if there is none."""
+        """Return the publisher's token called `name`, such as eos_token, or None without one."""
         return self._added.get(self._names.get(name, ""))
 
     def _read_stops(self) -> frozenset[int]:
@@ -430,7 +430,7 @@ class FolderTokenizer:
         return self._prompt(turns)
 
     def render_as_sent(self, conversation: Conversation) -> list[int] | None:
-        """Return a prompt with all turns of a conversation, as tokens, whatever their order.
+        """Return the tokens of a prompt with all turns of a conversation, in any order of roles.
 
         Unlike in training data, several turns in a row may have the same role, and a system turn
         may come later. Returns None if the template refuses such turns or leaves out one of them.

@@ -69,7 +69,7 @@ class Saver:
         """Wait until the previous save is on disk, and start to write step `step`.
 
         If the host has no memory for a copy, this also waits until the step is written. Raises
-        OSError on every rank if a save that it waits for failed on any rank. See save.write_step().
+        OSError on every rank if any rank failed in a save that this waits for.
         """
         self.wait()
         start = time.monotonic()

@@ -58,7 +58,7 @@ def _writers(shards: Shards) -> list[int]:
 
 
 def write_rows(folder: Path, shards: Shards, compute: Compute) -> Seals:
-    """Write this rank's rows to a file of its own, and return its files' hashes and sizes, by name.
+    """Write this rank's rows to a file, and return the hash and size of each file written, by name.
 
     Rank 0 also writes the index of all files. A rank without rows writes nothing.
     """
