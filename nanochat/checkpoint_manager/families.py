@@ -58,7 +58,7 @@ class Family:
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Return the model families by name: the GPT, and the published families.
+    """Return a dict of the model families by name: the GPT, and the published families.
 
     A published family is missing if its module was removed from this copy of nanochat.
     """

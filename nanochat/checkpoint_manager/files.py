@@ -165,7 +165,7 @@ def prune(folder: Path, keep: int, newest: int) -> None:
 def set_aside(folder: Path, after: int) -> Path | None:
     """Move all steps later than `after` to a new subfolder, and return the subfolder's path.
 
-    Returns None if there are no such steps. metrics.jsonl and samples.jsonl are copied there too.
+    Returns None if there are no such steps. The files of metrics and samples are copied there, too.
     Without the move, a run restarted from `after` would later resume from one of these steps.
     """
     later_steps = [step for step in steps(folder) if step > after]

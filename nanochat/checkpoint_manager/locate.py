@@ -192,8 +192,8 @@ def trained(stage: str | None = None, tag: str | None = None) -> list[Trained]:
 def _saved_at(folder: Path, step: int) -> float:
     """Return when a step was saved, in seconds since 1970.
 
-    The time is read from meta.json. Only if that has no time or is damaged, it is the file's
-    modification time, which copying may have changed.
+    The time is read from meta.json. If that has no time or is damaged, the file's modification
+    time is used, which copying may have changed.
     """
     try:
         saved_at = read_meta(folder, step).get("saved_at")

@@ -40,9 +40,9 @@ def finished(
 ) -> bool:
     """Return whether the run in a folder is finished, and log a message if so.
 
-    The last step must be saved and, unless its checkpoint has no metrics, measured, and `reported`,
-    whether the report covers the run, must be true. If `start` is not "auto", the result is False.
-    Rank 0 decides for all ranks. Raises UserError if the settings differ from the checkpoint's.
+    A finished run has saved its last step, measured it (unless that checkpoint has no metrics), and
+    written its report (`reported`). If `start` is not "auto", the result is False. Rank 0 decides
+    for all ranks. Raises UserError if the settings differ from the checkpoint's.
     """
     if start != "auto":
         return False

@@ -97,7 +97,7 @@ class RunSettings:
 
 
 def made_with(compute: Compute) -> dict[str, Any]:
-    """Return the code hashes, torch version, device and number format that a checkpoint records."""
+    """Return a dict of the code hashes, torch version, device and number format, for meta.json."""
     return {
         "code": fingerprint.loaded(),
         "other_code": fingerprint.not_loaded(),
@@ -261,7 +261,7 @@ def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: C
 
 
 def _shortened(changes: list[str]) -> str:
-    """Return the first few changes as one text, which ends with the number of any others."""
+    """Return the first few changes as one string, which ends with the number of others, if any."""
     text = "; ".join(changes[:NAMED])
     if len(changes) > NAMED:
         text += tr("; and {count} more files", count=len(changes) - NAMED)

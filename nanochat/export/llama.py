@@ -50,9 +50,9 @@ PARAMETER_NAMES = {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "s
 
 
 def architecture(config: QwenConfig) -> str:
-    """Return llama.cpp's name for the architecture.
+    """Return llama.cpp's name for the architecture of a model.
 
-    Raises UserError (exit code 2) if llama.cpp cannot compute this shape.
+    Raises UserError (exit code 2) if llama.cpp cannot compute a model of this shape.
     """
     if not config.output_gate:
         return "qwen3" if config.qk_norm else "qwen2"

@@ -69,7 +69,10 @@ class NanochatConfig(PretrainedConfig):
 
     @property
     def padded_vocab(self) -> int:
-        """The rows of each token table and of the head: `vocab_size` padded to a multiple of 64."""
+        """The number of rows in each token table and in the head.
+
+        This is `vocab_size` rounded up to a multiple of 64.
+        """
         return math.ceil(self.vocab_size / 64) * 64
 
     def window(self, layer: int) -> int:
@@ -81,7 +84,7 @@ class NanochatConfig(PretrainedConfig):
         return min(quarter, self.sequence_len)
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Return whether a layer has a value embedding: every second one, including the last."""
+        """Return whether a layer has a value embedding: every other layer does, including the last."""
         return layer % 2 == (self.n_layer - 1) % 2
 
 

@@ -57,7 +57,7 @@ PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")
 def facts(model: nn.Module) -> dict[str, str]:
     """Return the metadata for the safetensors file of an adapter. Every rank must call this.
 
-    It gives the format of the file, and identifies the base by the SHA-256 of its norms.
+    The metadata gives the format of the file, and identifies the base by the SHA-256 of its norms.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
