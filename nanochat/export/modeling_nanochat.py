@@ -84,7 +84,7 @@ class NanochatConfig(PretrainedConfig):
         return min(quarter, self.sequence_len)
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Return whether a layer has a value embedding: every other layer does, including the last."""
+        """Return whether a layer has a value embedding: every other layer, including the last."""
         return layer % 2 == (self.n_layer - 1) % 2
 
 
