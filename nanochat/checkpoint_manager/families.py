@@ -58,7 +58,7 @@ class Family:
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Return the model families by name: the GPT, and the published families.
+    """Return a dict of the model families by name: the GPT, and the published families.
 
     A published family is missing if its module was removed from this copy of nanochat.
     """
@@ -127,9 +127,9 @@ def build(
     """Return the model that a meta.json describes, on the host and without its weights.
 
     `where` names that meta.json in error messages. `values` are the parameters that the model will
-    get: their shapes are compared first, so that a damaged meta.json cannot take more memory than
-    they do. Early versions named no family, which means gpt. Raises UserError if the family is
-    unknown, the shape is invalid, or the parameters belong to another model.
+    get; their shapes are compared before memory is allocated, so that a damaged meta.json cannot
+    ask for too much. A meta.json without a family describes a GPT. Raises UserError if the family
+    is unknown, the shape is invalid, or the parameters belong to another model.
     """
     name = meta.get("family", "gpt")
     if name not in families():

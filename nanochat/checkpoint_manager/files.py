@@ -73,7 +73,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def steps(folder: Path) -> list[int]:
-    """Return the complete steps in the folder of a run, in ascending order."""
+    """Return a list of the complete steps in the folder of a run, in ascending order."""
     numbers = []
     for path in folder.glob("step_*/meta.json"):
         number = path.parent.name.removeprefix("step_")
@@ -96,7 +96,7 @@ def step_dir(folder: Path, step: int) -> Path:
 
 
 def seal(path: Path) -> dict[str, Any]:
-    """Flush a file to disk, and return its SHA-256 and size for meta.json."""
+    """Flush a file to disk, and return a dict with its SHA-256 and size, for meta.json."""
     fsync_path(path)
     return {"sha256": sha256_of(path), "bytes": path.stat().st_size}
 
@@ -139,7 +139,7 @@ def delete(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int, newest: int) -> None:
-    """Remove all but the last `keep` steps up to step `newest`, or nothing if `keep` is 0.
+    """Remove all steps up to `newest` except the last `keep`; a `keep` of 0 removes none.
 
     Steps after `newest`, which are damaged, are neither counted nor removed. Failure to remove a
     step only causes a warning, because the run can continue.
@@ -163,10 +163,10 @@ def prune(folder: Path, keep: int, newest: int) -> None:
 
 
 def set_aside(folder: Path, after: int) -> Path | None:
-    """Move all steps later than `after` to a new subfolder, and return its path.
+    """Move all steps later than `after` to a new subfolder, and return the subfolder's path.
 
-    Returns None if there are no such steps. The files of metrics and samples are copied there too.
-    Without the move, a run that starts again at `after` would later resume from the newest of them.
+    Returns None if there are no such steps. The files of metrics and samples are copied there, too.
+    Without the move, a run restarted from `after` would later resume from one of these steps.
     """
     later_steps = [step for step in steps(folder) if step > after]
     if not later_steps:
@@ -218,8 +218,8 @@ class _Seal:
 def verify(folder: Path, training: bool = True) -> str:
     """Return what is wrong with the step in a folder, or "" if the step is undamaged.
 
-    All files must match the sizes and hashes in meta.json. Without `training`, the optimizer files
-    are not checked.
+    All files that meta.json lists must match their sizes and hashes there. If `training` is false,
+    the optimizer files are not checked.
     """
     try:
         meta = read_json(folder / "meta.json")
@@ -301,9 +301,10 @@ def _index_problem(folder: Path, verified_files: Container[str]) -> str:
 
 
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
-    """Return the content of a step's meta.json.
+    """Return the content of a step's meta.json, without checking its hash.
 
-    Raises OSError if the file is missing, and UserError if it is damaged or has another format.
+    Raises OSError if the file is missing, and UserError if it is not JSON, has another format or
+    has an invalid value.
     """
     where = step_dir(folder, step)
     try:
@@ -329,9 +330,10 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
 
 
 def weights_hash(meta: dict[str, Any]) -> str:
-    """Return the SHA-256 of a step's parameter file, from the content of its meta.json.
+    """Return a hash of a step's parameters, from the content of the step's meta.json.
 
-    For several files, it is the SHA-256 of their names and hashes.
+    This is the recorded hash of the parameter file or, if there are several, the SHA-256 of their
+    names and hashes.
     """
     files = meta["files"]
     if INDEX not in files:

@@ -51,7 +51,7 @@ class Loaded:
 def newest_whole(folder: Path, compute: Compute, training: bool = True) -> int | None:
     """Return the newest undamaged step in the folder of a run, or None if there is none.
 
-    Rank 0 decides for all ranks, and warns about damaged newer steps. Without `training`, the
+    Rank 0 decides for all ranks, and warns about damaged newer steps. If `training` is false, the
     optimizer files are not checked.
     """
     newest = _newest_undamaged(folder, training) if compute.main else -1
@@ -77,9 +77,9 @@ def _newest_undamaged(folder: Path, training: bool) -> int:
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer in a folder, which is either our own or that of a published model.
+    """Return the tokenizer in a folder: one of our own, or that of a published model.
 
-    Only the latter needs `vocab_size`, the number of rows of the model's embedding.
+    `vocab_size`, the number of rows of the model's embedding, matters only for a published model.
     """
     path = folder / "tokenizer.json"
     is_published = path.is_file() and "added_tokens" in read_json(path)
@@ -126,7 +126,7 @@ def load_model(
     compute: Compute,
     dtype: torch.dtype | None = None,
 ) -> Loaded:
-    """Load the whole model of a checkpoint to this rank's device, and return it in eval mode.
+    """Load the whole model of a checkpoint onto this rank's device, and return it in eval mode.
 
     A `stage` or `tag` of None is chosen by find(), and a `step` of None is the newest undamaged
     step. `dtype` is the number format of matrices and tables, by default the compute dtype;
@@ -152,7 +152,8 @@ def load_model(
 def _usable_step(stage: str, folder: Path, step: int | None, compute: Compute) -> int:
     """Return `step`, or the newest undamaged step if `step` is None.
 
-    Raises UserError if `step` is missing (exit code 2), or if it or every step is damaged.
+    Raises UserError if `step` is missing (exit code 2) or damaged, or if it is None and every step
+    is damaged.
     """
     maker = f"python -m {MADE_BY[stage]}"
     if step is None:

@@ -36,7 +36,7 @@ _IDENTITY = re.compile(f"({'|'.join(STAGES)}) (.+) step ([0-9]+) [0-9a-f]+")  # 
 def checked_tag(tag: str) -> str:
     """Return `tag` if it can name the folder of a run.
 
-    Raises UserError (exit code 2), which states the rules, if it cannot.
+    Raises UserError (exit code 2), whose message states the rules, if it cannot.
     """
     one_line = tag.splitlines() == [tag] and "\t" not in tag and not CONTROL.search(tag)
     is_short = len(tag.encode(errors="replace")) <= MAX_TAG_BYTES
@@ -57,7 +57,7 @@ def checked_tag(tag: str) -> str:
 
 
 def checkpoint_dir(stage: str, tag: str) -> Path:
-    """Return the folder for the checkpoints of a stage and a tag.
+    """Return the path of the checkpoint folder for a stage and a tag.
 
     Raises UserError (exit code 2) if the tag is invalid.
     """
@@ -99,9 +99,9 @@ def _age(folder: Path) -> float:
 def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
     """Return the stage and the folder of the run that a stage and a tag select.
 
-    Without a stage, it is the first of rl, sft, mid, base and tune with a matching checkpoint.
-    Without a tag, it is the stage's run with the newest checkpoint. Raises UserError (exit code 2)
-    if no checkpoint matches, or if the stage or the tag is invalid.
+    If `stage` is None, the first of rl, sft, mid, base and tune with a matching checkpoint is used.
+    If `tag` is None, the stage's run with the newest checkpoint is used. Raises UserError (exit
+    code 2) if no checkpoint matches, or if the stage or the tag is invalid.
     """
     if stage is not None and stage not in STAGES:
         raise UserError(
@@ -118,7 +118,7 @@ def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
 
 
 def _none(stage: str | None, tag: str | None) -> UserError:
-    """Return the error for a missing checkpoint, which lists models that do exist."""
+    """Return an error which says that no checkpoint matches, and lists models that do exist."""
     missing = tr("no checkpoint of any stage")
     if stage:
         missing = tr("no checkpoint of stage {stage}", stage=stage)
@@ -192,8 +192,8 @@ def trained(stage: str | None = None, tag: str | None = None) -> list[Trained]:
 def _saved_at(folder: Path, step: int) -> float:
     """Return when a step was saved, in seconds since 1970.
 
-    This is the time in its meta.json, because copying may change the file's modification time,
-    which is used only if meta.json has no time or is damaged.
+    The time is read from meta.json. If that has no time or is damaged, the file's modification
+    time is used, which copying may have changed.
     """
     try:
         saved_at = read_meta(folder, step).get("saved_at")
@@ -222,10 +222,10 @@ class Parent:
 
 
 def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
-    """Return the checkpoint of an earlier stage, `stage`, that the next one starts from.
+    """Return the checkpoint of stage `stage` that the next stage starts from.
 
-    It is step `step`, or the newest step if `step` is None. Raises UserError (exit code 2) if there
-    is no such checkpoint, or if `step` is None and the run is not finished.
+    A `tag` of None is chosen by find(), and a `step` of None is the newest step. Raises UserError
+    if there is no such checkpoint, or if `step` is None and the run is not finished (exit code 2).
     """
     _, folder = find(stage, tag)
     newest = latest_step(folder)
@@ -263,7 +263,7 @@ def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
 def updates(meta: dict[str, Any]) -> int:
     """Return how many optimizer updates led to the model that a meta.json describes.
 
-    They are the updates of its stage and of earlier stages, up to one whose checkpoint can no
+    Earlier stages are counted too, back to and including the first one whose checkpoint can no
     longer be read.
     """
     count = meta["step"]

@@ -38,11 +38,11 @@ def finished(
     reported: bool = True,
     start: Start = "auto",
 ) -> bool:
-    """Return whether the run in a folder is finished, and log it if so.
+    """Return whether the run in a folder is finished, and log a message if so.
 
-    The last step must be saved and, unless its checkpoint has no metrics, measured, and `reported`
-    must be true. If `start` is not "auto", the result is False. Rank 0 decides for all ranks.
-    Raises UserError if the settings differ from the checkpoint's.
+    A finished run has saved its last step, measured it (unless that checkpoint has no metrics), and
+    written its report (`reported`). If `start` is not "auto", the result is False. Rank 0 decides
+    for all ranks. Raises UserError if the settings differ from the checkpoint's.
     """
     if start != "auto":
         return False
@@ -105,10 +105,11 @@ def _lock(folder: Path, compute: Compute) -> None:
 
 
 def _begun_step(folder: Path, start: Start, compute: Compute) -> int:
-    """Return a step of the run that will resume whose meta.json is readable, or 0 if none is.
+    """Return a step whose meta.json describes the run that will resume, or 0 if there is none.
 
-    It is the newest such step, or the step that `start` names. Rank 0 decides for all ranks.
-    Damaged steps are skipped silently, because resume_stage() reports them.
+    This is the newest step with a readable meta.json or, if `start` is a step, only that one. Rank
+    0 decides for all ranks. Damaged steps are skipped silently, because resume_stage() reports
+    them.
     """
     readable_step = 0
     if compute.main and start != "none":
@@ -123,8 +124,8 @@ def _begun_step(folder: Path, start: Start, compute: Compute) -> int:
 def rows_per_step(folder: Path, start: Start, compute: Compute) -> int | None:
     """Return how many rows each step has in the run that will resume, or None if that is unknown.
 
-    All ranks get the same result. A resumed run must keep its batch size, although an automatic one
-    depends on the number of ranks.
+    All ranks get the same result. A resumed run must keep its batch size, although an automatic
+    batch size depends on the number of ranks.
     """
     step = _begun_step(folder, start, compute)
     if not step:
@@ -262,8 +263,8 @@ def restore(
 def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
     """Fill this rank's optimizer state from the optimizer files of a step.
 
-    Another number of ranks may have written them. Raises UserError if a file is damaged, or if rows
-    are missing, except rows of ages, which old runs lack.
+    A different number of ranks may have written these files. Raises UserError if a file is damaged,
+    or if a tensor lacks rows, unless its name ends with ".age": old runs did not save such tensors.
     """
     state = optimizers.state()
     missing_rows = {name: tensor.shape[0] for name, (tensor, _, _) in state.items()}

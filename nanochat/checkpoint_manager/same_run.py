@@ -75,7 +75,7 @@ class RunSettings:
         return RunSettings(values, free_flags(type(flags)), defaults)
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return a phrase with both values for each setting that differs from a checkpoint's.
+        """Return a list with a phrase for each setting whose value differs from that in `saved`.
 
         Free and removed flags are ignored, and old names of flags are translated.
         """
@@ -97,7 +97,7 @@ class RunSettings:
 
 
 def made_with(compute: Compute) -> dict[str, Any]:
-    """Return the code hashes, torch version, device and number format that a checkpoint records."""
+    """Return a dict of the code hashes, torch version, device and number format, for meta.json."""
     return {
         "code": fingerprint.loaded(),
         "other_code": fingerprint.not_loaded(),
@@ -110,7 +110,7 @@ def made_with(compute: Compute) -> dict[str, Any]:
 def check_settings(folder: Path, meta: Mapping[str, Any], settings_now: RunSettings) -> None:
     """Raise UserError if settings other than free flags differ from those of a checkpoint.
 
-    If the checkpoint does not record --matmul, any value is accepted.
+    If it is unknown in which format the run multiplied matrices, any --matmul is accepted.
     """
     saved = dict(meta["config"])
     if _is_matmul_unknown(meta, settings_now):
@@ -131,7 +131,7 @@ def check_settings(folder: Path, meta: Mapping[str, Any], settings_now: RunSetti
 def warn_of_unknown_matmul(
     folder: Path, meta: Mapping[str, Any], settings_now: RunSettings
 ) -> None:
-    """Warn if an unfinished run may have multiplied matrices in another number format so far."""
+    """Warn if it is unknown in which number format an unfinished run has multiplied matrices."""
     if meta["step"] < meta["steps"] and _is_matmul_unknown(meta, settings_now):
         warn(
             tr(
@@ -146,7 +146,7 @@ def warn_of_unknown_matmul(
 
 
 def _is_matmul_unknown(meta: Mapping[str, Any], settings_now: RunSettings) -> bool:
-    """Return whether a checkpoint leaves open if its run multiplied matrices in bf16 or in int8.
+    """Return whether a checkpoint leaves open whether its run multiplied matrices in bf16 or int8.
 
     Before --matmul existed, an uncompiled GPT on a CPU could use int8 without recording it.
     """
@@ -185,10 +185,10 @@ def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
 
 
 def check_plan(folder: Path, meta: Mapping[str, Any], steps: int, per_step: int) -> None:
-    """Raise UserError if the number of steps, or of rows or problems per step, has changed.
+    """Raise UserError if `steps` or `per_step` (rows or problems) differs from a checkpoint's.
 
-    Otherwise the run would repeat or skip data, and its learning rate would jump. A number per step
-    that was not recorded is not compared.
+    With another plan, the run would repeat or skip data, and its learning rate would jump.
+    `per_step` is not compared if the checkpoint does not record it.
     """
     rows_done = meta["state"].get("row")  # checkpoints of early versions do not have it
     per_step_before = rows_done / meta["step"] if type(rows_done) is int else per_step
@@ -261,7 +261,7 @@ def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: C
 
 
 def _shortened(changes: list[str]) -> str:
-    """Return the first few changes as one text, which ends with the number of any others."""
+    """Return the first few changes as one string, which ends with the number of others, if any."""
     text = "; ".join(changes[:NAMED])
     if len(changes) > NAMED:
         text += tr("; and {count} more files", count=len(changes) - NAMED)
@@ -269,7 +269,7 @@ def _shortened(changes: list[str]) -> str:
 
 
 def _changed_files(program_before: Mapping[str, Any], program_now: Mapping[str, Any]) -> list[str]:
-    """Return a phrase with both hashes for each file that differs between two made_with() dicts.
+    """Return a list of phrases, one per file whose hash differs between two made_with() dicts.
 
     Files that neither of the two programs had loaded are ignored.
     """

@@ -167,9 +167,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _refuse_older(folder: Path, tensors: Mapping[str, Tensor], shape: Mapping[str, Any]) -> None:
-    """Raise UserError if the model is older than HEAD's, or if its shape lacks a field.
+    """Raise UserError if the model lacks a parameter of HEAD's models, or if `shape` lacks a field.
 
-    The message about an older model estimates its date from the parameters that it has.
+    A model without such a parameter is too old; the message estimates its date from the others.
     """
 
     def has(prefix: str) -> bool:

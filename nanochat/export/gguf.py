@@ -32,7 +32,7 @@ Value = Scalar | Sequence[str] | Sequence[bool] | Sequence[int]
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor of a GGUF file. `compute` is called only when the tensor is about to be written."""
+    """A tensor to write to a GGUF file; `compute` is called only when it is about to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ def _bytes(value: Scalar) -> bytes:
 
 
 def _value(value: Value) -> bytes:
-    """Return the type and the bytes of a metadata value. Ints in a list are stored as int32."""
+    """Return the bytes of a metadata value, its type first. Ints in a list are stored as int32."""
     if isinstance(value, bool | int | float | str):
         return struct.pack("<I", _type(value)) + _bytes(value)
     element_type = _type(value[0])

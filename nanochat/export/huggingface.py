@@ -55,7 +55,7 @@ OWN_CODE = "`trust_remote_code` runs only `modeling_nanochat.py`. "
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return our tokenizer as the content of a tokenizer.json for the `tokenizers` library.
 
-    It puts the BOS token in front of every text.
+    The content makes the library put the BOS token in front of every text.
     """
     special_ids = [tokenizer.special(role) for role in ROLES]
     specials = {tokenizer.decode([special_id]): special_id for special_id in special_ids}
@@ -82,7 +82,7 @@ def is_known_family(loaded: Loaded) -> bool:
 def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:
     """Return the contents of the JSON files that go with the weights, by file name.
 
-    For a published model this is only config.json, because its other files are copied.
+    With a published tokenizer this is only config.json, because the other files are copied.
     """
     tokenizer: Tokenizer | FolderTokenizer = loaded.tokenizer
     shape = loaded.model.config
@@ -139,7 +139,7 @@ def _own_config(shape: Any) -> dict[str, Any]:
 def converted(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a parameter converted to `dtype`.
 
-    Raises UserError if `dtype` cannot hold all of its values.
+    Raises UserError if any of its values is not finite in `dtype`.
     """
     value = parameter.detach().to(dtype)
     if not value.isfinite().all():
@@ -153,7 +153,8 @@ def converted(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
 def export(loaded: Loaded, folder: Path, dtype: str) -> None:
     """Write a loaded model to a new folder, which appears only once it is complete.
 
-    Raises UserError if the folder already exists (exit code 2), or if `dtype` cannot hold a value.
+    Raises UserError if the folder already exists (exit code 2), or if a value is not finite in
+    `dtype`.
     """
     with new_folder(folder) as temporary:
         if isinstance(loaded.tokenizer, FolderTokenizer):

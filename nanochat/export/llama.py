@@ -50,9 +50,9 @@ PARAMETER_NAMES = {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "s
 
 
 def architecture(config: QwenConfig) -> str:
-    """Return llama.cpp's name for the architecture.
+    """Return llama.cpp's name for the architecture of a model.
 
-    Raises UserError (exit code 2) if llama.cpp cannot compute this shape.
+    Raises UserError (exit code 2) if llama.cpp cannot compute a model of this shape.
     """
     if not config.output_gate:
         return "qwen3" if config.qk_norm else "qwen2"
@@ -188,7 +188,7 @@ def export(loaded: Loaded, path: Path, dtype: str) -> None:
     """Write a loaded model to a GGUF file atomically.
 
     Raises UserError if the file already exists or llama.cpp does not support the architecture or
-    the tokenizer (exit code 2), or if `dtype` cannot hold a value.
+    the tokenizer (exit code 2), or if a value is not finite in `dtype`.
     """
     model = loaded.model
     if not isinstance(model, Qwen):

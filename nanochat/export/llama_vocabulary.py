@@ -106,7 +106,7 @@ def _tokens(content: Mapping[str, Any], row_count: int) -> dict[str, Value]:
 
 
 def vocabulary(tokenizer: Tokenizer | FolderTokenizer) -> dict[str, Value]:
-    """Return the GGUF metadata that makes llama.cpp tokenise, chat and stop as we do.
+    """Return the GGUF metadata that makes llama.cpp tokenise, chat and stop as nanochat does.
 
     Tokens may differ around the letter U+017F (see SPLITS) and, if a published tokenizer normalises
     text to NFC, in text that is not in NFC, because llama.cpp never normalises. Raises UserError

@@ -69,11 +69,14 @@ class NanochatConfig(PretrainedConfig):
 
     @property
     def padded_vocab(self) -> int:
-        """The rows of token tables and the head: `vocab_size` rounded up to a multiple of 64."""
+        """The number of rows in each token table and in the head.
+
+        This is `vocab_size` rounded up to a multiple of 64.
+        """
         return math.ceil(self.vocab_size / 64) * 64
 
     def window(self, layer: int) -> int:
-        """Return how many positions before its own a query in this layer can attend to."""
+        """Return how many positions back a query in this layer can attend."""
         pattern = self.window_pattern.upper()
         if layer == self.n_layer - 1 or pattern[layer % len(pattern)] == "L":
             return self.sequence_len
@@ -81,7 +84,7 @@ class NanochatConfig(PretrainedConfig):
         return min(quarter, self.sequence_len)
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Return whether a layer has a value embedding: every second one, and always the last."""
+        """Return whether a layer has a value embedding: every other layer, including the last."""
         return layer % 2 == (self.n_layer - 1) % 2
 
 
@@ -255,7 +258,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         return (causal & real[:, None, None, :]) | itself
 
     def _embed(self, idx: Tensor, real: Tensor) -> Tensor:  # (B, T) -> (B, T, C)
-        """Return the embedding of each token, plus a gated share of that of the token before it.
+        """Return each token's embedding, plus a gated share of the previous token's.
 
         If the model has a table of bigrams, the row for the two tokens is added too.
         """
@@ -292,5 +295,5 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
     ) -> dict[str, Any]:
-        """Return all tokens so far as the next input, because there is no cache."""
+        """Return the arguments of forward(): all tokens so far, because there is no cache."""
         return {"input_ids": input_ids, "attention_mask": attention_mask}

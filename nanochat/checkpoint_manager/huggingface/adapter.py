@@ -57,7 +57,7 @@ PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")
 def facts(model: nn.Module) -> dict[str, str]:
     """Return the metadata for the safetensors file of an adapter. Every rank must call this.
 
-    It gives the format of the file, and identifies the base by the SHA-256 of its norms.
+    The metadata gives the format of the file, and identifies the base by the SHA-256 of its norms.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -112,7 +112,7 @@ def read_settings(folder: Path) -> tuple[LoraConfig, str, bool]:
     """Return an adapter's settings, the name of its base, and whether the adapter is partial.
 
     For a partial adapter, training left out some layers or modules that match its targets. Raises
-    UserError if the folder has no adapter (exit code 2) or one that is damaged or not supported.
+    UserError if the folder has no adapter or an unsupported one (exit code 2), or a damaged one.
     """
     path = folder / SETTINGS
     if not path.is_file():
@@ -149,10 +149,10 @@ def read_settings(folder: Path) -> tuple[LoraConfig, str, bool]:
 
 
 def _refuse_unknown(content: Mapping[str, Any], path: Path) -> None:
-    """Raise UserError if a setting is not supported and may change what the adapter computes.
+    """Raise UserError (exit code 2) if an unsupported setting may change what the adapter computes.
 
-    Unknown settings are refused too, unless they are null, false or empty and therefore off. Each
-    version of peft writes a few new ones.
+    Unknown settings are refused too, unless they are null, false, 0 or an empty list or object, and
+    therefore off. Each version of peft writes a few new ones.
     """
     start = content.get("init_lora_weights")
     if start not in PLAIN_STARTS:
@@ -223,7 +223,7 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
 
 
 def _read_tensors(path: Path) -> tuple[str | None, dict[str, Tensor]]:
-    """Return the recorded hash of the base's norms, or None, and the tensors under our names."""
+    """Return the recorded hash of the base's norms (or None), and the tensors under our names."""
     tensors = {}
     try:
         with safe_open(path, framework="pt") as file:

@@ -46,7 +46,7 @@ class Base:
         return replace(self, model=_on_meta(self.folder, sequence_len, self.lora, self.compute))
 
     def fill(self) -> None:
-        """Load the weights, and initialise the adapters.
+        """Load the weights, and initialise the adapters, if any.
 
         The model may be sharded already: each rank loads only the rows that it holds.
         """
@@ -62,9 +62,9 @@ def open_base(
     """Return the published model in a folder, ready to be sharded and filled.
 
     Rows have `sequence_len` tokens or, if that is None, fill the model's context. With `lora`, the
-    model gets adapters, and its matrices are frozen in the compute dtype. Without it, all
-    parameters are trained in fp32. Raises UserError if files are missing, damaged, unsupported or
-    do not fit each other, or if rows are longer than the context.
+    model gets adapters and is otherwise frozen, with its matrices in the compute dtype. Without it,
+    all parameters are trained in fp32. Raises UserError if files are missing, damaged, unsupported
+    or do not fit each other, or if rows are longer than the context.
     """
     folder = folder.expanduser().resolve()
     config = read_config(folder)

@@ -21,9 +21,9 @@ Messages = Sequence[Mapping[str, str]]  # each with a role and a content
 
 
 def chatml(messages: Messages, reply: bool) -> str:
-    """Return a conversation in ChatML, for models that have no template.
+    """Return a conversation as ChatML text, for models that have no template.
 
-    `reply` adds the text that opens the assistant's turn.
+    If `reply` is true, the text ends with the opening of the assistant's turn.
     """
     text = ""
     for message in messages:
@@ -53,9 +53,9 @@ class ChatTemplate:
     def render(self, messages: Messages, reply: bool, **options: Any) -> str:
         """Render a conversation, and return its text.
 
-        `reply` adds the text that opens the assistant's turn, and `options` are further variables
-        for the template. Raises UserError if the template fails, refuses the conversation, or takes
-        too much time or memory.
+        If `reply` is true, the template should end the text with the opening of the assistant's
+        turn. `options` are further variables for the template. Raises UserError if the template
+        fails, refuses the conversation, or takes too much time or memory.
         """
         variables = {"messages": list(messages), "add_generation_prompt": reply, **options}
         answer = self._child.ask(variables, SECONDS)

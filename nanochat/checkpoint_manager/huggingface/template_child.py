@@ -36,9 +36,10 @@ def compiled(source: str, tokens: dict[str, str]) -> Any:
 
 
 def begin(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, str]]:
-    """Return a function that renders a conversation to {"text": ...} or {"error": ...}.
+    """Return a function that renders a conversation and returns {"text": ...}.
 
-    `setup` holds the source of the template and the tokens that it may use.
+    If the text is too long, the function returns {"error": ...} instead. `setup` holds the source
+    of the template and the tokens that it may use.
     """
     template = compiled(setup["template"], setup["tokens"])
 

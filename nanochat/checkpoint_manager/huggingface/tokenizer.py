@@ -45,9 +45,9 @@ ROWLESS = (
     "assistant_start",
 )
 # Private-use characters that mark parts of a rendered text. If a user spells out a special token,
-# the rendered text has a number between OPEN and CLOSE in its place. The assistant's words are
-# between BEGIN and END. If a text contains these characters itself, they are replaced by numbers
-# too.
+# the rendered text has the token's index in _replaced between OPEN and CLOSE in its place. The
+# assistant's words are between BEGIN and END. If a text contains these characters itself, they are
+# replaced in the same way.
 OPEN, CLOSE, BEGIN, END = "\ue000", "\ue001", "\ue002", "\ue003"
 
 
@@ -70,8 +70,8 @@ class FolderTokenizer:
     def __init__(self, folder: Path, vocab_size: int):
         """Read the tokenizer in a folder.
 
-        Raises UserError if tokenizer.json is missing, damaged or of an unknown kind, if a token has
-        no row in the embedding, or if no token ends a reply.
+        Raises UserError if tokenizer.json is missing or of an unknown kind, if a file is damaged,
+        if a token has no row in the embedding, or if no token ends a reply.
         """
         path = folder / FILE_NAME
         if not path.is_file():
@@ -154,7 +154,7 @@ class FolderTokenizer:
     def _read_object(self, name: str) -> Mapping[str, Any]:
         """Return the content of a JSON file in the folder, or {} if the file is missing.
 
-        Raises UserError if the content is not an object.
+        Raises UserError if the content is not a JSON object.
         """
         path = self.folder / name
         content = read_json(path) if path.is_file() else {}
@@ -165,7 +165,7 @@ class FolderTokenizer:
         return content
 
     def _read_names(self) -> dict[str, str]:
-        """Return the spelling of each token that tokenizer_config.json names, by its name there."""
+        """Return a dict from token names in tokenizer_config.json (eos_token, ...) to spellings."""
         spellings = {}
         for name, value in self._read_object("tokenizer_config.json").items():
             text = value.get("content") if isinstance(value, dict) else value
@@ -174,7 +174,7 @@ class FolderTokenizer:
         return spellings
 
     def named(self, name: str) -> int | None:
-        """Return the token that the publisher calls `name`, such as eos_token, or None."""
+        """Return the publisher's token called `name`, such as eos_token, or None without one."""
         return self._added.get(self._names.get(name, ""))
 
     def _read_stops(self) -> frozenset[int]:
@@ -279,7 +279,7 @@ class FolderTokenizer:
 
     @cached_property
     def _bytes(self) -> dict[int, bytes]:
-        """The bytes of each token, by ID, which are empty for unused rows of the embedding."""
+        """The bytes of each token by its ID; those of an unused row of the embedding are empty."""
         byte_of = {letter: byte for byte, letter in enumerate(letters_for_bytes())}
         spellings = dict.fromkeys(range(self.vocab_size), b"")
         for text, token in self._tokenizer.get_vocab().items():
@@ -290,7 +290,7 @@ class FolderTokenizer:
         return spellings
 
     def token_bytes(self) -> np.ndarray:
-        """Return the length of each token in bytes, as int32 (V,).
+        """Return the length of each token in bytes, as an int32 array (V,).
 
         The length of added tokens, such as special ones, is 0, because they stand for no text.
         """
@@ -299,7 +299,7 @@ class FolderTokenizer:
         return lengths
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of a sequence of tokens, in which a special token gives its spelling.
+        """Return the bytes of a sequence of tokens; those of a special token are its spelling.
 
         Raises KeyError if a token is outside the embedding.
         """
@@ -337,7 +337,7 @@ class FolderTokenizer:
     # --- conversations ---------------------------------------------------------------------------
 
     def _text(self, messages: Messages, reply: bool) -> str:
-        """Return messages as text, in the format of the chat template or else in ChatML."""
+        """Return messages as text in the format of the chat template or, without one, in ChatML."""
         return self.template.render(messages, reply) if self.template else chatml(messages, reply)
 
     @cached_property
@@ -430,7 +430,7 @@ class FolderTokenizer:
         return self._prompt(turns)
 
     def render_as_sent(self, conversation: Conversation) -> list[int] | None:
-        """Return the prompt of a conversation as tokens, whatever the order of its turns.
+        """Return the tokens of a prompt with all turns of a conversation, in any order of roles.
 
         Unlike in training data, several turns in a row may have the same role, and a system turn
         may come later. Returns None if the template refuses such turns or leaves out one of them.

@@ -209,7 +209,7 @@ def load_weights(model: Qwen, folder: Path) -> None:
 
     The model may be sharded: each rank reads only the rows that it holds, one parameter at a time,
     and casts them to the parameter's own number format. Raises UserError if files are missing,
-    damaged or do not fit the model, or if a parameter in fp16 cannot hold a value.
+    damaged or do not fit the model, or if a parameter in fp16 is not finite after loading.
     """
     with open_weights(folder, model) as weights:
         for part_of_model, count in weights.skipped.items():
@@ -259,7 +259,7 @@ def load_qwen(
     dtype: torch.dtype | None = None,
     sequence_len: int | None = None,
 ) -> Qwen:
-    """Load a whole published model to this rank's device, and return it in eval mode.
+    """Load a whole published model onto this rank's device, and return it in eval mode.
 
     `dtype` is the number format of matrices and tables, by default the compute dtype; full
     fine-tuning asks for float32. To load a sharded model, call qwen_on_meta(), parallel.shard(),

@@ -36,12 +36,13 @@ class Saver:
         files: Files = "auto",
         ended: Callable[[float], None] = lambda cost: None,
     ):
-        """Prepare to save. After each save, the thread calls `ended` with its cost in seconds.
+        """Prepare to save.
 
-        The cost is the duration of the save if training waited for all of it, or if the device is
-        the host, whose processors both train and save. Otherwise it is the time for which training
-        waited, but at least 1/30 of the duration: meter.SaveClock waits 30 times the cost, so the
-        disk is free for at least half of the time.
+        After each save, the thread calls `ended` with the cost of the save in seconds. This is its
+        whole duration if training waited for all of it, or if the device is the host, whose
+        processors both train and save. Otherwise the cost is the time for which training waited,
+        but at least 1/30 of the duration: meter.SaveClock waits 30 times the cost, so the disk is
+        free for at least half of the time.
         """
         self.compute = compute
         self.keep = keep
@@ -68,7 +69,7 @@ class Saver:
         """Wait until the previous save is on disk, and start to write step `step`.
 
         If the host has no memory for a copy, this also waits until the step is written. Raises
-        OSError on every rank if a save that it waits for failed on any rank. See save.write_step().
+        OSError on every rank if any rank failed in a save that this waits for.
         """
         self.wait()
         start = time.monotonic()

@@ -33,9 +33,9 @@ Places = dict[str, list[Piece]]  # parameter -> its pieces, in the order of the 
 
 
 def part_name(number: int, count: int) -> str:
-    """Return the name of the file at index `number` of `count` parameter files.
+    """Return the name of the parameter file at index `number`, out of `count` files.
 
-    Indices begin at 0, but the names begin at 1.
+    Indices begin at 0, but the numbers in the names begin at 1.
     """
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
@@ -55,7 +55,7 @@ def write_index(folder: Path, places: Places, size: int) -> None:
 
 
 def read_index(folder: Path) -> Places:
-    """Read the index in a folder, and return the pieces of each parameter.
+    """Read the index in a folder, and return a dict with the pieces of each parameter.
 
     Raises ValueError, with the reason, if the index is damaged or names a file that is missing.
     """

@@ -1,7 +1,8 @@
 """Reads and writes the parameters of a step, in a single file or in one file per rank.
 
-Rank 0 writes the single file; otherwise each rank with rows of rank 0's copy writes these. Files
-are mapped into memory for reading, so that a rank reads only the rows that it needs.
+Rank 0 writes the single file. Otherwise each rank that holds rows of rank 0's copy of the model
+writes them to a file of its own. Files are mapped into memory for reading, so that a rank reads
+only the rows that it needs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,7 +43,7 @@ ONE_FILE = 5_000_000_000
 def in_one_file(shards: Shards, files: Files) -> bool:
     """Return whether the parameters go into a single file.
 
-    With "auto", they do if they take at most 5 GB or if a single rank holds them all.
+    If `files` is "auto", they do if they take at most 5 GB or if a single rank holds them all.
     """
     if files != "auto":
         return files == "one"
@@ -57,7 +58,7 @@ def _writers(shards: Shards) -> list[int]:
 
 
 def write_rows(folder: Path, shards: Shards, compute: Compute) -> Seals:
-    """Write this rank's rows to a file of its own, and return its files' hashes and sizes, by name.
+    """Write this rank's rows to a file, and return the hash and size of each file written, by name.
 
     Rank 0 also writes the index of all files. A rank without rows writes nothing.
     """
@@ -99,7 +100,7 @@ def write_whole(
     prefix: str,
     facts: dict[str, str],
 ) -> Seals:
-    """Write all parameters to a single file on rank 0, and return its hash and size, by its name.
+    """Write all parameters to a single file on rank 0, and return its hash and size, by file name.
 
     The other ranks send their rows, and return {}. `prefix` begins every name in the file, and
     `facts` are its metadata. Rank 0 receives the rows of one rank and one parameter at a time.
@@ -180,8 +181,8 @@ class SplitParameter:
 def read_parameters(folder: Path) -> Mapping[str, Rows]:
     """Return the parameters in the folder of a step under our names, mapped into memory.
 
-    They are those of an adapter or of a whole model. Raises UserError if a file is missing or
-    damaged.
+    They are those of an adapter if the folder holds one, else those of a whole model. Raises
+    UserError if a file is missing or damaged.
     """
     if (folder / ADAPTER).is_file():
         tensors = read_tensors(folder / ADAPTER)

@@ -44,7 +44,7 @@ class RankState:
 
     @staticmethod
     def of(model: nn.Module, optimizers: Optimizers) -> RankState:
-        """Return what this rank holds now, without copying or gathering anything."""
+        """Return the part of the current state that this rank saves, without copying it."""
         return RankState(parallel.parameter_shards(model), optimizers.saved())
 
     def tensors(self) -> dict[str, Tensor]:
