@@ -90,7 +90,7 @@ def rows_of(
 
 @dataclass(frozen=True)
 class Picks:
-    """The indices of the most likely choices: in total, per byte and per token."""
+    """The indices of the likeliest choices: by total log-probability, per byte and per token."""
 
     plain: int
     by_bytes: int

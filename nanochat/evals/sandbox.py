@@ -38,7 +38,10 @@ class ProgramResult:
 
 
 def _collect(process: subprocess.Popen[bytes], end: float) -> bytes:
-    """Read a program's output up to its end or monotonic time `end`; return its first 64 KiB."""
+    """Read a program's output until it ends, and return its first 64 KiB.
+
+    Reading stops once time.monotonic() reaches `end`.
+    """
     assert process.stdout is not None
     output = b""
     with selectors.DefaultSelector() as selector:

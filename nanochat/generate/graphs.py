@@ -109,7 +109,7 @@ class DecodeGraphs:
         return results[0]
 
     def _first(self, shape: Shape) -> Tensor:
-        """Run the first step of a shape operator by operator, capture it, and return its logits."""
+        """Run the first step of a shape without a graph, then capture it, and return its logits."""
         rows, keys, _ = shape
         slots = slice(0, rows)
         results: list[Tensor] = []

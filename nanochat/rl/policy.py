@@ -104,7 +104,7 @@ def shaped(reward: float, length: int, limit: int, overlong: int) -> float:
     """Return the reward of a reply, less a penalty if the reply comes close to the token limit.
 
     The penalty grows from 0 to 1 over the last `overlong` tokens below `limit` (DAPO's soft
-    punishment). `length` is the number of tokens of the reply.
+    punishment); if `overlong` is 0, there is none. `length` is the number of tokens of the reply.
     """
     return reward - max(length - (limit - overlong), 0) / overlong if overlong else reward
 
@@ -167,8 +167,9 @@ def averaged(
 class PolicyLoss:
     """A loss on the clipped ratio of a token's probability now to its probability when sampled.
 
-    Its figures are the share of tokens whose ratio was clipped, and an estimate of the KL
-    divergence between policy and sampler in nats per token, which is never negative.
+    With gspo, the ratio is that of the whole reply. The figures are the share of tokens whose ratio
+    was clipped, and an estimate of the KL divergence between policy and sampler in nats per token,
+    which is never negative.
     """
 
     kind: Literal["ppo", "cispo", "gspo"]
@@ -216,9 +217,10 @@ class PolicyLoss:
 
 
 def _mean_of_reply(values: Tensor, trained: Tensor, replies: Tensor | None) -> Tensor:
-    """Return, for each target, the mean over the trained targets of its reply.
+    """Return, for each target, the mean of `values` over the trained targets of its reply.
 
-    `replies` gives the index of each target's reply; if it is None, every row is a reply.
+    `values` must be 0 for other targets. `replies` gives the index of each target's reply; if it is
+    None, every row is a reply.
     """
     if replies is None:
         return (
