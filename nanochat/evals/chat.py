@@ -348,8 +348,8 @@ def generate_and_judge(
     """Return `samples` replies to each prompt, in the order of the prompts, and their judgements.
 
     `judge` is called once for each distinct reply object, with the index of the prompt and the
-    reply's tokens. It runs in a thread of its own while other replies are still being written.
-    `on_reply` is called after every reply.
+    reply's tokens, in a thread of its own while other replies are still being written. `on_reply`
+    is called after every reply.
     """
     by_reply: dict[int, Future[Judgement]] = {}
     by_object: dict[int, Future[Judgement]] = {}  # by id(), valid while `completions` holds them
@@ -419,7 +419,7 @@ def by_group(task: Task, score: Score) -> dict[str, tuple[float, int]]:
 def pass_at(k: int, grades: Sequence[Sequence[float]]) -> float:
     """Return pass@k, an unbiased estimate of the chance that at least one of k samples is right.
 
-    The estimate is that of arXiv:2107.03374. `grades` holds the grades of n >= k samples for each
+    The estimate (arXiv:2107.03374) is averaged over the problems. `grades` holds the grades of n >= k samples for each
     problem, and a sample is right if its grade is 1. Raises ValueError if k is less than 1 or a
     problem has fewer than k samples.
     """

@@ -38,11 +38,11 @@ class ClozeTask(Protocol):
 
 @dataclass(frozen=True)
 class ChoiceScore:
-    """The accuracies on a task, over all ranks, by three ways to compare its answers.
+    """The accuracies on a task, over all ranks, for three ways to compare answers.
 
     `acc` compares the total log-probabilities of the answers, which favours short answers.
-    `acc_norm_bytes` divides each by the number of bytes in its answer, and `acc_norm_tokens` by the
-    number of tokens. `low` and `high` are the bounds of the 95 % confidence interval of `acc`, and
+    `acc_norm_bytes` divides each log-probability by the number of bytes in the answer, and
+    `acc_norm_tokens` by the number of tokens. `low` and `high` are the bounds of the 95 % confidence interval of `acc`, and
     `baseline` is the accuracy of guessing.
     """
 

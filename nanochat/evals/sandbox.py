@@ -239,7 +239,7 @@ def run_program(
 ) -> ProgramResult:
     """Run a Python program in this machine's strongest sandbox, and return its result.
 
-    Only the standard library is on its import path. The program passes if it runs to its last line,
+    Only the standard library is on the import path. The program passes if it runs to its last line,
     but not if it ends early, whether by an exception, a failed assert, `SystemExit`, `os._exit` or
     a signal. `seconds` limits both wall time and CPU time, and `memory` is the limit of the address
     space in bytes. Raises UserError if tier() does, or if the sandbox cannot be set up.

@@ -249,7 +249,7 @@ def confine(root: str) -> None:
 
 
 def drop_rights() -> None:
-    """Drop all capabilities, and deny unprivileged processes access to this one's memory."""
+    """Drop all capabilities, and deny unprivileged processes access to this process's memory."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     call("capset", header, (ctypes.c_uint32 * 6)())
     prctl(PR_SET_DUMPABLE, 0)
@@ -263,7 +263,7 @@ def refuse_calls(
 ) -> None:
     """Make the kernel refuse system calls of this process (seccomp).
 
-    It refuses the calls in `denied`, those in `own_process` unless their first argument is the ID
+    Refused are the calls in `denied`, those in `own_process` unless their first argument is the ID
     of this process, those in `zero` unless their first argument is 0, and all x32 calls. Calls of
     another architecture, such as the 32-bit calls of x86, kill the process.
     """
@@ -353,7 +353,7 @@ def wait_for(child: int, seconds: float) -> bool:
 def supervise(child: int, receiver: socket.socket, seconds: float) -> int:
     """Wait for the program, and return the supervisor's exit code.
 
-    The program has passed if its secret of 32 bytes has arrived twice, and nothing else has.
+    The program has passed if its 32-byte secret has arrived twice, and nothing else has.
     """
     if not wait_for(child, seconds):
         return TIMED_OUT

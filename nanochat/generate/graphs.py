@@ -69,8 +69,8 @@ class DecodeGraphs:
     ) -> Tensor | None:  # (B, V) fp32
         """Feed a token to each of the first B slots, and return the logits that follow.
 
-        `cached` is the number of tokens in every slot of the cache, and `numbers` are the adapter
-        indices of the rows. Returns None, having done nothing, if one of these slots, or a slot
+        `cached` holds the number of tokens in every slot of the cache, and `numbers` the adapter
+        index of each row. Returns None, having done nothing, if one of these slots, or a slot
         that pads the step, is full.
         """
         count = len(tokens)

@@ -280,7 +280,7 @@ class StoppedReply:
 
 
 def answer_marks(tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that mark a calculator answer, as far as the tokenizer has them.
+    """Return the tokens that mark a calculator answer, without any that the tokenizer lacks.
 
     A model may not sample these marks, so whatever is shown as the calculator's answer really is
     one.

@@ -311,7 +311,7 @@ def choose_among(
 ) -> tuple[list[int], list[float]]:
     """Choose a token for each reply, and return the tokens and their log-probabilities.
 
-    Many replies share a row of logits. The tokens are those that choose() would give, but what
+    Replies may share a row of logits. The tokens are those that choose() would give, but what
     depends on the row alone is computed once per row. Of the sampling settings, only temperature
     and top_k are followed.
     """

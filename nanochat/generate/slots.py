@@ -95,7 +95,7 @@ class Slots:
     def __init__(self, cache: Cache, in_flight: int, total: int):
         """Create empty slots for a cache that has `total` of them.
 
-        At most `in_flight` requests run together, and `total` is at least that many.
+        At most `in_flight` requests run together, which must not exceed `total`.
         """
         self.cache = cache
         self.in_flight = in_flight

@@ -122,7 +122,7 @@ def advantages(
     """Return the advantages of all replies to one problem: their rewards minus the mean reward.
 
     If `kind` is "normalized", they are divided by the standard deviation. If all rewards are equal,
-    all are 0.
+    all advantages are 0.
     """
     if max(rewards) == min(rewards):  # exactly, since a rounded mean would leave tiny advantages
         return (0.0,) * len(rewards)
@@ -145,7 +145,7 @@ def token_weights(
 def averaged(
     weights: Sequence[float], average: Average, tokens: float, replies: float, limit: int
 ) -> list[float]:
-    """Return the weights of one reply, rescaled so that the step averages as --average asks.
+    """Return the weights of one reply, rescaled so that the step averages losses as --average asks.
 
     The update divides the sum of all losses by `tokens`. `tokens` and `replies` are the numbers of
     tokens and replies that the whole step trains on, and `limit` is the maximum number of tokens of

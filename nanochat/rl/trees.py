@@ -54,7 +54,7 @@ class Sample:
 
     @property
     def copies(self) -> list[int]:
-        """The number of replies for which each token of the reply is trained."""
+        """For each token of the reply, the number of replies for which it is trained."""
         if self.counted is not None:
             return self.counted
         return [int(weight != 0) for weight in self.weights]

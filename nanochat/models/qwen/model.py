@@ -262,7 +262,7 @@ def _role(name: str, parameter: Tensor) -> Role:
 
 
 def offload_tensor(x: Tensor) -> Callable[[], Tensor]:
-    """Copy a tensor to host memory if necessary, and return a function that gives it back."""
+    """Copy a tensor to host memory if necessary, and return a function that returns it on its device."""
     if x.is_cpu:
         return lambda: x
     device = x.device
