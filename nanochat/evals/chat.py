@@ -419,9 +419,9 @@ def by_group(task: Task, score: Score) -> dict[str, tuple[float, int]]:
 def pass_at(k: int, grades: Sequence[Sequence[float]]) -> float:
     """Return pass@k, an unbiased estimate of the chance that at least one of k samples is right.
 
-    The estimate (arXiv:2107.03374) is averaged over the problems. `grades` holds the grades of n >= k samples for each
-    problem, and a sample is right if its grade is 1. Raises ValueError if k is less than 1 or a
-    problem has fewer than k samples.
+    The estimate (arXiv:2107.03374) is averaged over the problems. `grades` holds the grades of
+    n >= k samples for each problem, and a sample is right if its grade is 1. Raises ValueError if k
+    is less than 1 or a problem has fewer than k samples.
     """
     if k < 1 or any(len(samples) < k for samples in grades):
         raise ValueError(

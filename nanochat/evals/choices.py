@@ -42,8 +42,8 @@ class ChoiceScore:
 
     `acc` compares the total log-probabilities of the answers, which favours short answers.
     `acc_norm_bytes` divides each log-probability by the number of bytes in the answer, and
-    `acc_norm_tokens` by the number of tokens. `low` and `high` are the bounds of the 95 % confidence interval of `acc`, and
-    `baseline` is the accuracy of guessing.
+    `acc_norm_tokens` by the number of tokens. `low` and `high` are the bounds of the 95 %
+    confidence interval of `acc`, and `baseline` is the accuracy of guessing.
     """
 
     name: str

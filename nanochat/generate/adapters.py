@@ -142,7 +142,7 @@ class Adapters:
         matrix: Linear,
         adapters: Sequence[Adapter],
     ) -> _Factors:
-        """Return all adapters' factors for one matrix, with zeros for those that do not change it."""
+        """Return all adapters' factors for one matrix; those that do not change it have zeros."""
         first = torch.zeros(self._count, self._rank, matrix.in_features, dtype=self._dtype)
         second = torch.zeros(self._count, self._rank, matrix.out_features, dtype=self._dtype)
         for number, adapter in enumerate(adapters):

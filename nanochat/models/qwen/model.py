@@ -262,7 +262,10 @@ def _role(name: str, parameter: Tensor) -> Role:
 
 
 def offload_tensor(x: Tensor) -> Callable[[], Tensor]:
-    """Copy a tensor to host memory if necessary, and return a function that returns it on its device."""
+    """Copy a tensor to host memory, and return a function that returns it on its own device.
+
+    A tensor on the CPU is not copied.
+    """
     if x.is_cpu:
         return lambda: x
     device = x.device
