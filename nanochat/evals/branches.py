@@ -45,9 +45,9 @@ class Branches:
     def hidden(
         self, prompts: Sequence[Sequence[int]], prefix_lengths: Sequence[int]
     ) -> Tensor:  # (B, T, C)
-        """Return the hidden states of each prompt b, from token prefix_lengths[b] on.
+        """Return the hidden states of every prompt b, from token prefix_lengths[b] on.
 
-        If consecutive prompts have the same prefix before that token, the model reads it only once.
+        If consecutive prompts have the same prefix of that length, the model reads it only once.
         """
         if not any(prefix_lengths):
             tokens = self._padded(prompts)

@@ -1,7 +1,7 @@
 """Evaluates a chat model on the problems of a task.
 
-It compares the logits of the choices' letters in multiple choice, and grades replies in other
-tasks.
+In multiple choice, the logits of the choices' letters are compared. In other tasks, the model
+writes replies, which are graded.
 """
 
 import contextlib
@@ -94,7 +94,8 @@ def evaluate(
 
     `on_reply` is called with every written reply of this rank, and `on_record` with a record of
     every answer. With `graphs`, decoding steps are captured and replayed. Raises UserError on every
-    rank if there is nothing to evaluate, or if any rank finds a malformed problem.
+    rank if there is nothing to evaluate (exit code 2), or if any rank finds a malformed problem,
+    and signals.Stopped if any rank is asked to stop.
     """
     total = len(task) if limit is None else min(limit, len(task))
     if min(total, samples, batch_size) < 1:
@@ -164,7 +165,10 @@ def _total_score(
 
 
 def _prompt(task: Task, i: int, tokenizer: Tokenizer, max_tokens: int) -> list[int]:
-    """Return the tokens of problem i's prompt, with as many of the task's examples as fit."""
+    """Return the tokens of problem i's prompt, with as many of the task's examples as fit.
+
+    Without examples, the prompt may still exceed `max_tokens`.
+    """
     conversation = task[i]
     tokens = tokenizer.render_prompt(conversation)
     for _ in range(getattr(task, "shots", 0)):
@@ -214,9 +218,9 @@ def _grade_letters(
     compute: Compute,
     on_record: OnRecord | None,
 ) -> dict[int, list[float]]:
-    """Return lists with the grade of each problem's most likely letter, by problem index.
+    """Return a dict from problem index to a list with one grade, that of the most likely letter.
 
-    The letter is the most likely first token of the reply among the letters of the choices.
+    The letters of the choices are compared as the first token of the reply.
     """
     letters = {i: task.letters(i) for i in prompts}
     rows = []
@@ -344,8 +348,8 @@ def generate_and_judge(
     """Return `samples` replies to each prompt, in the order of the prompts, and their judgements.
 
     `judge` is called once for each distinct reply object, with the index of the prompt and the
-    reply's tokens. It runs in a thread of its own while other replies are still being written.
-    `on_reply` is called after every reply.
+    reply's tokens, in a thread of its own while other replies are still being written. `on_reply`
+    is called after every reply.
     """
     by_reply: dict[int, Future[Judgement]] = {}
     by_object: dict[int, Future[Judgement]] = {}  # by id(), valid while `completions` holds them
@@ -375,9 +379,9 @@ def _grade(task: Task, i: int, parts: list[Part]) -> float:
 
 
 def grader(task: Task, tokenizer: Tokenizer) -> Callable[[int, Sequence[int]], float]:
-    """Return a function that grades replies as evaluate() does.
+    """Return a function that grades replies as evaluate() grades written ones.
 
-    Its arguments are the index of a problem and the tokens of a reply.
+    The function takes the index of a problem and the tokens of a reply.
     """
     return lambda i, tokens: _grade(task, i, reply_parts(tokens, tokenizer))
 
@@ -388,7 +392,7 @@ def grader(task: Task, tokenizer: Tokenizer) -> Callable[[int, Sequence[int]], f
 def wilson(right: float, total: int, z: float = 1.96) -> tuple[float, float]:
     """Return Wilson's confidence interval (1927) of the share right / total, by default at 95 %.
 
-    It is also valid for shares near 0 and 1. `z` is its half-width in standard deviations.
+    The interval is also valid for shares near 0 and 1. `z` is the normal quantile of its level.
     """
     share = right / total
     widening = 1 + z * z / total
@@ -399,7 +403,7 @@ def wilson(right: float, total: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def by_group(task: Task, score: Score) -> dict[str, tuple[float, int]]:
-    """Return a dict from each group to (sum of grades, number of problems), in the order of names.
+    """Return a dict from group to (sum of grades, number of problems), sorted by group name.
 
     The best sample of each problem counts. If the task has no method `group(i)`, the dict is empty.
     """
@@ -415,9 +419,9 @@ def by_group(task: Task, score: Score) -> dict[str, tuple[float, int]]:
 def pass_at(k: int, grades: Sequence[Sequence[float]]) -> float:
     """Return pass@k, an unbiased estimate of the chance that at least one of k samples is right.
 
-    The estimate is that of arXiv:2107.03374. `grades` holds the grades of n >= k samples for each
-    problem, and a sample is right if its grade is 1. Raises ValueError if k is less than 1 or a
-    problem has fewer than k samples.
+    The estimate (arXiv:2107.03374) is averaged over the problems. `grades` holds the grades of
+    n >= k samples for each problem, and a sample is right if its grade is 1. Raises ValueError if k
+    is less than 1 or a problem has fewer than k samples.
     """
     if k < 1 or any(len(samples) < k for samples in grades):
         raise ValueError(

@@ -38,12 +38,12 @@ class ClozeTask(Protocol):
 
 @dataclass(frozen=True)
 class ChoiceScore:
-    """The accuracies on a task, over all ranks, by three ways to compare its answers.
+    """The accuracies on a task, over all ranks, for three ways to compare answers.
 
     `acc` compares the total log-probabilities of the answers, which favours short answers.
-    `acc_norm_bytes` divides each by the number of bytes in its answer, and `acc_norm_tokens` by the
-    number of tokens. `low` and `high` are the bounds of the 95 % confidence interval of `acc`, and
-    `baseline` is the accuracy of guessing.
+    `acc_norm_bytes` divides each log-probability by the number of bytes in the answer, and
+    `acc_norm_tokens` by the number of tokens. `low` and `high` are the bounds of the 95 %
+    confidence interval of `acc`, and `baseline` is the accuracy of guessing.
     """
 
     name: str
@@ -78,9 +78,9 @@ def rows_of(
 ) -> list[PromptRow]:
     """Return a row to score for each choice, tokenised as in lm-evaluation-harness.
 
-    Context and choice are joined by a space and encoded as one text. As many tokens as the context
-    has alone, without white space at its end, are not scored; the others are, and at least the last
-    one.
+    Context and choice are joined by a space and encoded as one text. Scoring skips as many tokens
+    as the context has when encoded alone, without white space at its end, but never the last token
+    of the row.
     """
     texts = [context.rstrip(), *(f"{context} {choice}" for choice in choices)]
     encoded = [[tokenizer.bos, *ids] for ids in tokenizer.encode_batch(texts)]
@@ -90,7 +90,7 @@ def rows_of(
 
 @dataclass(frozen=True)
 class Picks:
-    """The index of the most likely choice, by total log-probability, per byte and per token."""
+    """The indices of the likeliest choices: by total log-probability, per byte and per token."""
 
     plain: int
     by_bytes: int
@@ -98,7 +98,7 @@ class Picks:
 
 
 def pick(scores: Sequence[Likelihood], choices: Sequence[str]) -> Picks:
-    """Return the most likely choice by each of the three measures, or the first if several tie."""
+    """Return the index of the most likely choice by each measure; the first one wins a tie."""
     plain = [score.logprob for score in scores]
     by_tokens = [score.logprob / score.tokens for score in scores]
     by_bytes = []
@@ -120,7 +120,7 @@ def _fit(
 ) -> tuple[list[PromptRow], bool]:
     """Return a question's rows with as many examples as fit, and whether any are left out.
 
-    The first examples are left out first.
+    The first examples are left out first. Without any, the rows may still exceed `max_tokens`.
     """
     for first in range(len(cloze.examples) + 1):
         context = cloze.intro + "".join(cloze.examples[first:]) + cloze.question
@@ -149,8 +149,9 @@ def evaluate_choices(
     The ranks divide the questions, and every rank returns the score over all of them.
 
     `tokens_per_batch` limits the positions in a forward pass, padding included, unless one question
-    needs more. Answers and score are saved in `records`. Raises UserError on every rank if there is
-    no question, if any rank finds a malformed one, or if the model has diverged.
+    needs more. Answers and score are saved in `records`, if given. Raises UserError on every rank
+    if there is no question (exit code 2), if any rank finds a malformed one, or if the model has
+    diverged.
     """
     total = len(task) if limit is None else min(limit, len(task))
     if total < 1:

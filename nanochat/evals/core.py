@@ -70,7 +70,7 @@ class IclTask:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """The accuracy on a task, and the `seconds` that this rank took.
+    """The accuracy on a task over all ranks, and the `seconds` that its evaluation took.
 
     `centered` is the accuracy rescaled so that guessing is 0 and perfection is 1.
     """
@@ -86,7 +86,7 @@ class TaskScore:
 class Core:
     """The scores of all tasks that could be evaluated, and their mean `centered` accuracy, CORE.
 
-    If any tasks are `broken`, `core` is None.
+    `broken` holds the labels of the other tasks. If there are any, `core` is None.
     """
 
     tasks: tuple[TaskScore, ...]
@@ -252,7 +252,7 @@ def _check_task(task: IclTask, place: str) -> None:
 
 
 def read_problems(task: IclTask, limit: int | None = None) -> list[dict[str, Any]]:
-    """Return the first `limit` problems of a task, in the same shuffled order as upstream.
+    """Shuffle a task's problems as upstream does, and return the first `limit` (None: all).
 
     Raises UserError if a problem is malformed, or unless there are more problems than few-shot
     examples.
@@ -375,7 +375,7 @@ def judge(
 ) -> list[bool]:
     """Return whether the model solves each problem whose index is in `numbers`.
 
-    The answers are added to `records`.
+    Each answer is added to `records`, if given.
     """
     prompts: list[list[str]] = []  # the prompts of each problem
     for number in numbers:
@@ -434,7 +434,7 @@ def evaluate_task(
 
     The ranks divide the problems. If `records` holds the score of an earlier evaluation with the
     same model, settings and data on every rank, that score is returned. Raises UserError on every
-    rank if any rank finds a malformed problem, or a loss that is not finite.
+    rank if any rank finds malformed problems, too few problems or a loss that is not finite.
     """
     if records:
         saved_score = records.saved_score()
@@ -471,10 +471,9 @@ def evaluate_core(
 ) -> Core:
     """Return CORE and the scores of all tasks in a bundle, on at most `limit` problems of each.
 
-    A line is logged for each task. `tokens_per_batch` limits the positions in a forward pass,
-    padding included, unless one problem needs more. `records` returns the Records for a task's
-    answers. A task whose evaluation raises UserError is left out with a warning, unless all tasks
-    do.
+    Each score is logged. `tokens_per_batch` limits the positions in a forward pass, padding
+    included, unless one problem needs more. `records` returns the Records for a task's answers. A
+    task whose evaluation raises UserError is left out with a warning, unless all tasks raise it.
     """
     scores: list[TaskScore] = []
     broken: list[str] = []

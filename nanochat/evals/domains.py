@@ -42,8 +42,8 @@ def domain(text: str) -> str:
     """Return "sums", "other", or the language or script of most letters at the beginning of a text.
 
     A text is "sums" if many of its characters are digits and arithmetic signs. A Chinese character
-    counts three times, because it carries about as much meaning as three Latin letters. If more
-    than about 1/30 of this count are kana, the text counts as Japanese, which also uses Chinese
+    counts three times, because it carries about as much meaning as three Latin letters. If kana
+    make up more than about 1/30 of the total, the text counts as Japanese, which also uses Chinese
     characters.
     """
     beginning = text[:READ_CHARACTERS]
@@ -88,7 +88,7 @@ def _domain_rows(
     tokens: int,
     row_length: int,
 ) -> list[tuple[str, PromptRow]]:
-    """Return rows of the first validation documents, about `tokens` tokens, as (domain, row)."""
+    """Return (domain, row) pairs of the first validation documents, about `tokens` tokens."""
     rows: list[tuple[str, PromptRow]] = []
     tokens_read = 0
     for name, text in _documents(data):

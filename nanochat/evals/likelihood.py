@@ -92,7 +92,7 @@ def score_rows(
 
     Rows that differ only in their last token are read as one, and a long prefix that the rows of a
     question share is read only once. Padding comes last, so no row attends to it. Raises UserError
-    if the model has diverged, so that a loss is not finite.
+    if a loss is not finite, because the model has diverged.
     """
     likelihoods: dict[int, Likelihood] = {}
     branches = Branches(model, pad)
@@ -194,10 +194,10 @@ def _batches(
     tokens_per_batch: int | None,
     rows_per_batch: int | None,
 ) -> Iterator[tuple[list[int], list[_Input]]]:
-    """Yield (prefix lengths, inputs) of every batch, within the same limits as batches().
+    """Yield (prefix lengths, inputs) of every batch, under the limits of batches().
 
-    Families that share a prefix come first and are never divided, then single inputs. In each of
-    these groups, the longest come first.
+    Families whose inputs share a prefix come first, followed by single inputs, each longest first.
+    A family is never split, so one that exceeds the limits is a batch of its own.
     """
     sharing = [family for family in families if family.prefix_length]
     sharing.sort(key=lambda family: -family.longest)

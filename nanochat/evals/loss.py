@@ -114,7 +114,7 @@ def evaluate_split(
     device_batch_size: int | Literal["auto"],
     compute: Compute,
 ) -> Loss:
-    """Return the loss of an unsharded model on about the first `tokens` tokens of a split.
+    """Return an unsharded model's loss on about the first `tokens` tokens of a shuffled split.
 
     Up to rounding, the result does not depend on the number of ranks. "auto" means 10,485,760
     tokens and 32 rows per pass or, on a CPU, 262,144 tokens and about 4,096 tokens per pass. Raises

@@ -65,7 +65,7 @@ class Records:
     def saved_score(self) -> dict[str, Any] | None:
         """Return the score of an earlier evaluation with the same model, settings and data.
 
-        Returns None if the file has no such score.
+        Returns None if the file does not exist or has no such score.
         """
         try:
             with open(self.path, "rb") as file:

@@ -38,7 +38,10 @@ class ProgramResult:
 
 
 def _collect(process: subprocess.Popen[bytes], end: float) -> bytes:
-    """Read a program's output until it ends or the time is `end`, and return its first 64 KiB."""
+    """Read a program's output until it ends, and return its first 64 KiB.
+
+    Reading stops once time.monotonic() reaches `end`.
+    """
     assert process.stdout is not None
     output = b""
     with selectors.DefaultSelector() as selector:
@@ -122,7 +125,7 @@ def _execute(
     memory: int,
     isolated: bool,
 ) -> tuple[int, str]:
-    """Run a program, and return the supervisor's exit code (0 if it passed) and the output.
+    """Run a program, and return the supervisor's exit code (0: passed) and the program's output.
 
     The program has a session and a temporary folder of its own.
     """
@@ -195,7 +198,7 @@ def tier(unsafe_exec: bool = False) -> str:
     (all read-only) and 16 MiB of scratch space in memory. In "limits", it can read only the same
     files and write only to its own folder if the kernel has Landlock; otherwise, it can read and
     write whatever its user may. Without `unsafe_exec`, this function therefore raises UserError
-    instead of returning "limits". It also raises UserError if any part of a tier cannot be set up.
+    instead of returning "limits". It also raises UserError if neither tier can be set up.
 
     The program and the tests that grade it share a process, so a program that is written to cheat
     can pass, for example with an object that equals everything.
@@ -236,9 +239,9 @@ def run_program(
 ) -> ProgramResult:
     """Run a Python program in this machine's strongest sandbox, and return its result.
 
-    The program can import only the standard library. It passes if it runs to its last line, but not
-    if it ends early, whether by an exception, a failed assert, `SystemExit`, `os._exit` or a
-    signal. `seconds` limits both wall time and CPU time, and `memory` is the limit of the address
+    Only the standard library is on the import path. The program passes if it runs to its last line,
+    but not if it ends early, whether by an exception, a failed assert, `SystemExit`, `os._exit` or
+    a signal. `seconds` limits both wall time and CPU time, and `memory` is the limit of the address
     space in bytes. Raises UserError if tier() does, or if the sandbox cannot be set up.
     """
     isolated = tier(unsafe_exec) == "namespaces"

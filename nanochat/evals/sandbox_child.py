@@ -143,8 +143,8 @@ def enter_namespaces() -> bool:
     """Enter new namespaces, and return whether that took a new user namespace.
 
     They separate the program from the host's mounts, processes, network and host name. In a user
-    namespace, the program is root only by name. The user who created that namespace decides the
-    limits of the program, and limits do not bind the real root, so root becomes nobody first.
+    namespace, the program is root only in name. Its limits are those of the user who created the
+    namespace. Limits do not bind the real root, so root becomes nobody before creating one.
     """
     namespaces = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
     # This must happen as root, since the user nobody may not be able to enter a parent folder.
@@ -249,7 +249,7 @@ def confine(root: str) -> None:
 
 
 def drop_rights() -> None:
-    """Drop all capabilities, and deny unprivileged processes access to this one's memory."""
+    """Drop all capabilities, and deny unprivileged processes access to this process's memory."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     call("capset", header, (ctypes.c_uint32 * 6)())
     prctl(PR_SET_DUMPABLE, 0)
@@ -263,7 +263,7 @@ def refuse_calls(
 ) -> None:
     """Make the kernel refuse system calls of this process (seccomp).
 
-    It refuses the calls in `denied`, those in `own_process` unless their first argument is the ID
+    Refused are the calls in `denied`, those in `own_process` unless their first argument is the ID
     of this process, those in `zero` unless their first argument is 0, and all x32 calls. Calls of
     another architecture, such as the 32-bit calls of x86, kill the process.
     """
@@ -313,8 +313,8 @@ def send_secret() -> None:
     """Send the supervisor a secret, and make libc send it again when this process ends normally.
 
     At exit, libc calls dprintf(status, secret). The exit status of a program that reached its end
-    is 0, and file 0 is the connection to the supervisor. While the program runs, the secret is
-    therefore in no frame or object of Python.
+    is 0, which is also the file descriptor of the connection to the supervisor. While the program
+    runs, no Python frame or object holds the secret.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.strdup.restype = ctypes.c_void_p
@@ -324,7 +324,7 @@ def send_secret() -> None:
 
 
 def run_program(program: bytes) -> None:
-    """Run a program, and return only if it reaches its last line; otherwise, exit with code 1."""
+    """Run a program to its end, or exit with code 1 if it raises an exception."""
     exit_now = os._exit  # taken now, before the program can replace it
     ended = False
     try:
@@ -339,7 +339,7 @@ def run_program(program: bytes) -> None:
 
 
 def wait_for(child: int, seconds: float) -> bool:
-    """Wait for the program, kill it after `seconds`, and return whether it ended in time."""
+    """Wait for process `child`, killing it after `seconds`, and return whether it ended in time."""
     end = time.monotonic() + seconds
     while not os.waitpid(child, os.WNOHANG)[0]:
         if time.monotonic() >= end:
@@ -353,7 +353,7 @@ def wait_for(child: int, seconds: float) -> bool:
 def supervise(child: int, receiver: socket.socket, seconds: float) -> int:
     """Wait for the program, and return the supervisor's exit code.
 
-    The program has passed if its secret of 32 bytes has arrived twice, and nothing else has.
+    The program has passed if its 32-byte secret has arrived twice, and nothing else has.
     """
     if not wait_for(child, seconds):
         return TIMED_OUT
@@ -378,7 +378,8 @@ def main(
 ) -> None:
     """Fork into the supervisor and the process of the program, which is read from standard input.
 
-    The supervisor exits with the verdict. The other process returns if the program reaches its end.
+    The supervisor exits with the verdict. The program's process returns only if the program reaches
+    its end.
     """
     die_with_parent()
     if os.getppid() != parent:

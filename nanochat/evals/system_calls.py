@@ -105,7 +105,7 @@ def filter_for(machine: str = platform.machine()) -> Mapping[str, Any]:
 
     They are the architecture, the numbers of calls to deny, and the numbers of calls that are
     allowed only if their first argument is the program's own process ID, or 0. Raises UserError if
-    the numbers of the machine's calls are not listed here.
+    this file does not list the machine's calls.
     """
     if machine not in ARCHITECTURES:
         raise UserError(

@@ -4,8 +4,8 @@ The model's matrices stay as they are and are read once for all rows, as in Puni
 2310.18547). What the adapters add to a matrix's output is computed in one of three forms, which
 agree up to rounding. If all rows have the same adapter, they are multiplied by its two factors, as
 in training. A pass of single tokens multiplies by all adapters at once, and masks out those of
-other rows. Where that would cost too much, the factors of each row's adapter are copied. Shapes: N
-adapters, R the largest rank, B rows, T tokens of a row.
+other rows. In other passes, or if that would cost too much, the factors of each row's adapter are
+copied. Shapes: N adapters, R the largest rank, B rows, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ class Adapters:
 
     @contextlib.contextmanager
     def rows(self, numbers: Sequence[int], fixed: bool = False) -> Iterator[None]:
-        """Within this context, give row i of every pass the adapter with index numbers[i].
+        """Return a context in which row i of every pass has the adapter with index numbers[i].
 
-        With `fixed`, as graphs need it, all passes with the same number of rows of one token run
-        the same operators on the same memory, whichever adapters the rows have.
+        With `fixed`, which graphs need, all passes of single tokens with the same number of rows
+        run the same operators on the same memory, whichever adapters the rows have.
         """
         key = tuple(numbers)
         if self._latest is None or self._latest[0] != key:
@@ -142,7 +142,7 @@ class Adapters:
         matrix: Linear,
         adapters: Sequence[Adapter],
     ) -> _Factors:
-        """Return all adapters' factors for one matrix: zeros for those that do not change it."""
+        """Return all adapters' factors for one matrix; those that do not change it have zeros."""
         first = torch.zeros(self._count, self._rank, matrix.in_features, dtype=self._dtype)
         second = torch.zeros(self._count, self._rank, matrix.out_features, dtype=self._dtype)
         for number, adapter in enumerate(adapters):

@@ -70,7 +70,7 @@ class History:
     def biases(self) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens, and the amount to add to the logit of each.
 
-        Until the reply has its minimum length, -inf is added to its end marks.
+        Until the reply has its minimum length, this includes -inf for every token that ends it.
         """
         if self.generated >= self._sampling.min_tokens:
             return self._biased, self._biases
@@ -128,7 +128,7 @@ def _penalise(logits: Tensor, histories: Mapping[int, History]) -> None:
 
 
 def _add_biases(logits: Tensor, histories: Mapping[int, History]) -> None:
-    """Add the biases of rows, and hide the end marks of replies that may not end yet."""
+    """Add each row's biases to its logits, including -inf for tokens that may not end it yet."""
     V = logits.size(1)
     positions = []
     biases = []
@@ -146,7 +146,7 @@ def _add_biases(logits: Tensor, histories: Mapping[int, History]) -> None:
 
 
 def _mask(logits: Tensor, masks: Mapping[int, bytes]) -> None:
-    """Set the logits of all tokens that the masks of some rows do not allow to -inf."""
+    """Set logits to -inf where a row has a mask that does not allow the token."""
     rows = torch.tensor(list(masks))
     index = rows.to(logits.device, non_blocking=True)
     row_masks = list(masks.values())

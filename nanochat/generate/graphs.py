@@ -69,8 +69,8 @@ class DecodeGraphs:
     ) -> Tensor | None:  # (B, V) fp32
         """Feed a token to each of the first B slots, and return the logits that follow.
 
-        `cached` is the number of tokens in every slot of the cache, and `numbers` are the adapter
-        indices of the rows. Returns None, having done nothing, if one of these slots, or a slot
+        `cached` holds the number of tokens in every slot of the cache, and `numbers` the adapter
+        index of each row. Returns None, having done nothing, if one of these slots, or a slot
         that pads the step, is full.
         """
         count = len(tokens)
@@ -109,7 +109,7 @@ class DecodeGraphs:
         return results[0]
 
     def _first(self, shape: Shape) -> Tensor:
-        """Run the first step of a shape operator by operator, capture it, and return its logits."""
+        """Run the first step of a shape without a graph, then capture it, and return its logits."""
         rows, keys, _ = shape
         slots = slice(0, rows)
         results: list[Tensor] = []

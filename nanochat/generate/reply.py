@@ -160,7 +160,7 @@ class TextStream:
         return []
 
     def flush(self) -> list[Part]:
-        """Return what is left as a list of at most one part; half a character becomes U+FFFD."""
+        """Return what is left as a list of at most one part; a partial character becomes U+FFFD."""
         text = self._call + self._decoder.decode(b"", final=True)
         self._call = ""
         return [Part(self._kind, text)] if text else []
@@ -280,7 +280,7 @@ class StoppedReply:
 
 
 def answer_marks(tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that mark a calculator answer, as far as the tokenizer has them.
+    """Return the tokens that mark a calculator answer, without any that the tokenizer lacks.
 
     A model may not sample these marks, so whatever is shown as the calculator's answer really is
     one.
@@ -306,7 +306,7 @@ class Calls:
         return copied
 
     def follow(self, token: int) -> list[int]:
-        """Follow a sampled token, and return the answer's tokens if it closes a call, else none.
+        """Follow a sampled token, and return the answer's tokens if it closes a call, else [].
 
         The marks around the answer are included. The answer to an invalid expression is "error",
         because without an answer the model would make one up.

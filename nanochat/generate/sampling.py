@@ -96,7 +96,7 @@ class Sampling:
             )
 
     def _check_numbers(self) -> None:
-        """Raise UserError if a number is out of range."""
+        """Raise UserError (exit code 2) if a number is out of range."""
         for name, low, high in RANGES:
             value = getattr(self, name)
             if low <= value <= high:
@@ -121,7 +121,7 @@ class Sampling:
             )
 
     def _check_lists(self) -> None:
-        """Raise UserError if a list is too long, or if a stop string or a bias is out of range."""
+        """Raise UserError (exit code 2) if a list is too long or has an invalid entry."""
         for name, limit in LONGEST_LISTS:
             entries = len(getattr(self, name))
             if entries > limit:
@@ -168,10 +168,10 @@ def check_request(
     length: int,
     vocabulary: int,
 ) -> None:
-    """Raise UserError if a model cannot answer a prompt.
+    """Raise UserError if the prompt is empty, leaves no room for a reply or has unknown tokens.
 
-    That is so if the prompt is empty or leaves no room for a reply within `length` tokens for both,
-    or if a token of the prompt or the settings is not in the vocabulary.
+    `length` is the limit for prompt and reply together, in tokens. The settings must not name
+    unknown tokens either.
     """
     if not prompt:
         raise UserError(
@@ -311,7 +311,7 @@ def choose_among(
 ) -> tuple[list[int], list[float]]:
     """Choose a token for each reply, and return the tokens and their log-probabilities.
 
-    Many replies share a row of logits. The tokens are those that choose() would give, but what
+    Replies may share a row of logits. The tokens are those that choose() would give, but what
     depends on the row alone is computed once per row. Of the sampling settings, only temperature
     and top_k are followed.
     """
@@ -409,7 +409,7 @@ def _leave_out_unlikely(
     settings: Tensor,
     samplings: Sequence[Sampling],
 ) -> None:
-    """Apply each row's min_p by hiding tokens far less likely than the most likely one."""
+    """Set logits to -inf where the probability is below the row's min_p times the highest one."""
     shares = [sampling.min_p for sampling in samplings]
     log_share_list = [math.log(share) if share else float("-inf") for share in shares]
     log_shares = torch.tensor(log_share_list).to(logits.device, non_blocking=True)[
@@ -426,7 +426,7 @@ def _draw_top(
     same_top_k: bool,  # whether all rows have that top_k
     nuclei: Sequence[float],  # top_p of each row, or NO_NUCLEUS if it is not used
 ) -> Tensor:  # (B,) token ids
-    """Sample from the top_k most likely tokens of each row, limited to those within top_p."""
+    """Sample a token of each row from its top_k most likely ones, limited to those in top_p."""
     top, index = logits.topk(widest, dim=1)
     if not same_top_k:
         beyond = torch.arange(widest, device=top.device) >= settings[:, 2:].clamp_min(1)
@@ -448,7 +448,7 @@ def _draw(
     uniforms: Tensor,  # (B,) a number in [0, 1) for each draw
     rows: Tensor | None = None,  # (B,) the row of each draw; None: draw b uses row b
 ) -> Tensor:  # (B,) positions in the rows
-    """Sample from softmax(logits / temperature) by inverting the cumulative distribution."""
+    """Sample positions from softmax(logits / temperature) by inverting the cumulative sum."""
     cumulative = torch.softmax(logits / temperature, dim=1).cumsum(dim=1)
     if rows is not None:
         cumulative = cumulative[rows]

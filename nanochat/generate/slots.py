@@ -95,7 +95,7 @@ class Slots:
     def __init__(self, cache: Cache, in_flight: int, total: int):
         """Create empty slots for a cache that has `total` of them.
 
-        At most `in_flight` requests run together, and `total` is at least that many.
+        At most `in_flight` requests run together, which must not exceed `total`.
         """
         self.cache = cache
         self.in_flight = in_flight
@@ -157,9 +157,9 @@ class Slots:
         return longest
 
     def protect(self, requests: Iterable[Request]) -> None:
-        """Mark the slot that each of these requests can best reuse as just used.
+        """Mark the inactive slot that each of these requests can best reuse as just used.
 
-        While the requests are admitted, they therefore evict other slots first.
+        Admitting the requests therefore evicts other slots first.
         """
         for request in requests:
             slot, length = self._longest_prefix(request, range(self.active, len(self.requests)))
@@ -287,9 +287,9 @@ class Slots:
             self._drop(slot)
 
     def save_states(self, slot: int) -> None:
-        """Save the states of a slot if they cannot be cut and the position is worth saving.
+        """Save the states of a slot if it is at a multiple of 256 tokens or its prefill is over.
 
-        Such positions are the multiples of 256 tokens and the last one before decoding.
+        Nothing is saved if the states can be cut to any length.
         """
         request = self.requests[slot]
         assert request is not None
@@ -306,7 +306,7 @@ class Slots:
         self.cache.clear(slice(slot, slot + 1))
 
     def _move(self, source: int, target: int) -> None:
-        """Move the contents of a slot to a slot whose contents are not needed."""
+        """Copy the contents of a slot, with its request, over those of another one."""
         request = self.requests[source]
         self.requests[target] = request
         self.cache.copy(source, target, 0 if request is None else request.cached)

@@ -104,7 +104,7 @@ def shaped(reward: float, length: int, limit: int, overlong: int) -> float:
     """Return the reward of a reply, less a penalty if the reply comes close to the token limit.
 
     The penalty grows from 0 to 1 over the last `overlong` tokens below `limit` (DAPO's soft
-    punishment). `length` is the number of tokens of the reply.
+    punishment); if `overlong` is 0, there is none. `length` is the number of tokens of the reply.
     """
     return reward - max(length - (limit - overlong), 0) / overlong if overlong else reward
 
@@ -122,7 +122,7 @@ def advantages(
     """Return the advantages of all replies to one problem: their rewards minus the mean reward.
 
     If `kind` is "normalized", they are divided by the standard deviation. If all rewards are equal,
-    all are 0.
+    all advantages are 0.
     """
     if max(rewards) == min(rewards):  # exactly, since a rounded mean would leave tiny advantages
         return (0.0,) * len(rewards)
@@ -145,7 +145,7 @@ def token_weights(
 def averaged(
     weights: Sequence[float], average: Average, tokens: float, replies: float, limit: int
 ) -> list[float]:
-    """Return the weights of one reply, rescaled so that the step averages as --average asks.
+    """Return the weights of one reply, rescaled so that the step averages losses as --average asks.
 
     The update divides the sum of all losses by `tokens`. `tokens` and `replies` are the numbers of
     tokens and replies that the whole step trains on, and `limit` is the maximum number of tokens of
@@ -167,8 +167,9 @@ def averaged(
 class PolicyLoss:
     """A loss on the clipped ratio of a token's probability now to its probability when sampled.
 
-    Its figures are the share of tokens whose ratio was clipped, and an estimate of the KL
-    divergence between policy and sampler in nats per token, which is never negative.
+    With gspo, the ratio is that of the whole reply. The figures are the share of tokens whose ratio
+    was clipped, and an estimate of the KL divergence between policy and sampler in nats per token,
+    which is never negative.
     """
 
     kind: Literal["ppo", "cispo", "gspo"]
@@ -216,9 +217,10 @@ class PolicyLoss:
 
 
 def _mean_of_reply(values: Tensor, trained: Tensor, replies: Tensor | None) -> Tensor:
-    """Return, for each target, the mean over the trained targets of its reply.
+    """Return, for each target, the mean of `values` over the trained targets of its reply.
 
-    `replies` gives the index of each target's reply; if it is None, every row is a reply.
+    `values` must be 0 for other targets. `replies` gives the index of each target's reply; if it is
+    None, every row is a reply.
     """
     if replies is None:
         return (

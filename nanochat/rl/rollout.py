@@ -139,9 +139,9 @@ def roll_out(
 
     The ranks divide `numbers`, the indices of the problems. At most one in `policy.oversample` is
     trained on. `shuffle` reorders the rewards of all ranks at random, as a control. Shuffling
-    within each group would not be a fair control: in a group with 15 right replies of 16, most
-    orders lower a right reply a little and few raise it a lot, and optimizers that normalise the
-    size of a step let the frequent changes win.
+    within each group would not be a fair control: if most replies are right, most orders lower the
+    total advantage of the right replies a little and few raise it a lot, and optimizers that
+    normalise the size of a step let the frequent changes win.
 
     With `groups`, which samples from `model`, replies are sampled and trained as trees. `policy.kl`
     above 0 needs `reference`, the model that tokens are pulled back to.
@@ -356,9 +356,9 @@ def merged(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> list[Rows]:
-    """Return the padded rows of samples as tensors of passes, each of at most `rows` rows.
+    """Return the tensors of each pass over the samples, with one padded row per sample.
 
-    Every rank gets the same number of passes.
+    A pass has at most `rows` rows. Every rank gets the same number of passes.
     """
     longest = max((sample.length for sample in samples), default=2) - 1
     row_tokens = -(-longest // ROUND) * ROUND
@@ -402,7 +402,8 @@ def _pass(samples: Sequence[Sample], height: int, row_tokens: int, pad: int) -> 
 def sampler_gap(samples: Sequence[Sample], model: torch.nn.Module, compute: Compute) -> float:
     """Return the largest gap between sampler and trainer in the log-probability of a token.
 
-    Only this rank's first sample is compared. If the model is sharded, every rank must call this.
+    Only this rank's first sample is compared; without one, return 0. If the model is sharded, every
+    rank must call this.
     """
     sample = samples[0] if samples else None
     tokens = sample.prompt + sample.completion.tokens if sample else [0, 0]

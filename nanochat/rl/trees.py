@@ -1,7 +1,8 @@
 """Trains on replies as trees, in which replies to the same prompt share their common tokens.
 
 The gradient is the same as for separate rows, up to rounding. A tree predicts only tokens that are
-trained. A token whose weights in the replies that share it cancel is not trained.
+trained. If the weights of a token cancel over the replies that share it, the token is not
+trained.
 """
 
 from collections.abc import Sequence
@@ -53,7 +54,7 @@ class Sample:
 
     @property
     def copies(self) -> list[int]:
-        """The number of replies for which each token of the reply is trained."""
+        """For each token of the reply, the number of replies for which it is trained."""
         if self.counted is not None:
             return self.counted
         return [int(weight != 0) for weight in self.weights]
@@ -124,7 +125,7 @@ class GrowingTree:
         return path
 
     def _bucket(self, weight: float, apart: Apart) -> int:
-        """Return a number that differs between equal targets that must not be summed."""
+        """Return the last entry of a Target, which keeps apart what must not be summed."""
         if apart == "replies":
             return self.replies
         return int(weight > 0) if apart == "signs" else 0

@@ -77,7 +77,7 @@ class Automaton:
 
 
 class Grammar:
-    """Follows one reply, every token of which must be passed to accept()."""
+    """Follows one reply; every token of the reply must be passed to accept()."""
 
     _numbers = itertools.count()
 
@@ -113,15 +113,15 @@ class Grammar:
 
     @property
     def costly(self) -> bool:
-        """Whether this reply's masks take more than 1 ms per token on average."""
+        """Whether this reply has taken more than 1 ms of computing time per token on average."""
         return self.seconds > COSTLY_SECONDS * max(self.tokens, 1)
 
     @property
     def failed(self) -> bool:
-        """Whether the schema exceeds the automaton's limits or a reply's computing time.
+        """Whether the automaton has reached a limit, or the reply its limit of computing time.
 
-        Once the automaton reaches a limit, allowed() has end marks only, whether or not the reply
-        is complete.
+        Once the automaton reaches a limit, allowed() permits end marks only, whether or not the
+        reply is complete.
         """
         if self._matcher.is_error():
             return True
@@ -132,7 +132,7 @@ class Schemas:
     """Makes and caches the automata of schemas for one tokenizer.
 
     Making the first one reads the whole vocabulary. Several threads may share this object: a server
-    checks schemas beside the thread that generates.
+    prepares schemas while another thread generates.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -153,7 +153,7 @@ class Schemas:
             return automaton is not None and not automaton.worn
 
     def check(self, schema: str) -> None:
-        """Raise UserError if the schema was refused a short while ago, for the same reason."""
+        """Raise UserError with the reason if a recent refusal of the schema is remembered."""
         key = _digest(schema)
         with self._lock:
             reason, until = self._refused.get(key, ("", 0.0))
@@ -162,11 +162,11 @@ class Schemas:
             self._refused.pop(key, None)
 
     def give_up(self, schema: str) -> None:
-        """Make check() refuse a schema for some minutes, as a reply to it could not be finished."""
+        """Make check() refuse a schema for some minutes because a reply could not be finished."""
         self.refuse(schema, TOO_COMPLEX)
 
     def refuse(self, schema: str, reason: str) -> None:
-        """Make check() refuse a schema for some minutes."""
+        """Make check() refuse a schema with `reason` for some minutes."""
         with self._lock:
             self._cached.pop(schema, None)
             while len(self._refused) >= MOST_REFUSED:
@@ -176,8 +176,8 @@ class Schemas:
     def grammar(self, schema: str) -> Grammar:
         """Return a new Grammar for one reply to a schema, which is given as JSON text.
 
-        This takes no time as long as the caller holds what prepare() returned for the schema.
-        Raises UserError if prepare() does.
+        No automaton is made as long as the caller holds what prepare() last returned for the
+        schema. Raises UserError if prepare() does.
         """
         with self._lock:
             automaton = self._in_use.get(schema)
@@ -187,7 +187,7 @@ class Schemas:
         return Grammar(automaton or self.prepare(schema))
 
     def prepare(self, schema: str) -> Automaton:
-        """Return the automaton for a schema, making it unless it is cached.
+        """Return the automaton for a schema, making it if none is cached or the cached one is worn.
 
         Raises UserError if the text is not a schema, if no value can meet it, if the automaton
         takes too much time or memory, or if check() raises it.
@@ -220,7 +220,7 @@ class Schemas:
     def _compiled(self, schema: str) -> Any:
         """Return llguidance's matcher for a schema.
 
-        Raises UserError if the matcher cannot be made.
+        Raises UserError if the matcher cannot be made or no text meets the schema.
         """
         text = self._checked(schema)
         import llguidance

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from nanochat.generate.schema.grammar import Grammar
 
-# The time for the masks of a step, if replies without a schema wait and if every reply has one.
+# The time for a step's masks: if replies without a schema wait, or if every reply has a schema.
 STEP_SECONDS = 0.002
 ALONE_SECONDS = 0.05
 PATIENCE = 200  # after so many steps, a reply with costly masks waits no longer behind the others
@@ -14,9 +14,9 @@ class MaskTurns:
     """Chooses the replies whose masks are computed in a step.
 
     A mask cannot be interrupted, so a step may exceed its time, and then later steps get less.
-    Replies with cheap masks come first, in the order of how long they have waited. Those with
-    costly masks follow in the order of their arrival, so that each in turn ends or reaches its
-    limit, and their automata do not all grow at the same time.
+    Replies with cheap masks come first, longest wait first, and with them any reply that has waited
+    for 200 steps. The others follow in the order of their arrival, so that each in turn ends or
+    reaches its limit, and their automata do not all grow at the same time.
     """
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ class Trial:
         self._lock = threading.Lock()
 
     def check(self, content: Mapping[str, Any], text: str) -> None:
-        """Raise UserError if a schema's automaton may take too much time or memory.
+        """Raise UserError if a schema's automaton fails or may take too much time or memory.
 
         `content` is the decoded schema, and `text` the same as JSON.
         """

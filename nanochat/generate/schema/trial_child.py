@@ -23,9 +23,10 @@ class _Bytes:
 
 
 def begin(overrides: Any) -> Callable[[str], str]:
-    """Return a function that makes a schema's automaton and first mask, or returns "refused".
+    """Return a function that makes a schema's automaton and first mask, and returns "made".
 
-    `overrides` are options of llguidance's schema compiler.
+    The function returns "refused" if llguidance does not accept the schema. `overrides` are options
+    of llguidance's schema compiler.
     """
     vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
 

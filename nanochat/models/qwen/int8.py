@@ -48,10 +48,9 @@ class Int8:
 
 @torch.no_grad()
 def hold_in_int8(model: Qwen) -> None:
-    """Quantize matrices whose input sizes are multiples of 16 to 8 bits, for inference.
+    """Quantize to 8 bits every matrix whose input size is a multiple of 16, for inference.
 
-    The head multiplies in 8 bits too, but its table keeps its dtype and takes the dequantized
-    values.
+    This includes the head, but its table keeps its dtype and takes the dequantized values.
     """
     for module in model.modules():
         if isinstance(module, Linear) and not module.in_features % UNIT:

@@ -74,7 +74,7 @@ class Qwen(nn.Module):
 
     @property
     def head(self) -> Vocabulary:
-        """The module that computes logits, which is the embedding itself if both are tied."""
+        """The module that computes logits: the embedding if `config.tied`, else `lm_head`."""
         return self.model.embed_tokens if self.config.tied else self.lm_head
 
     @property
@@ -106,7 +106,7 @@ class Qwen(nn.Module):
             parameter.copy_(values)
 
     def shard_groups(self) -> list[nn.Module]:
-        """Return the modules whose parameters are gathered as a group; see parallel.shard()."""
+        """Return the modules that each gather their parameters together; see parallel.shard()."""
         return [self.model.embed_tokens, *self.compile_groups()]
 
     def compile_groups(self) -> list[nn.Module]:
@@ -119,7 +119,7 @@ class Qwen(nn.Module):
         return [*self.blocks, self.lm_head]
 
     def rotary_tables(self, length: int) -> tuple[Tensor, Tensor]:  # (length, rotated / 2) each
-        """Return the rotary tables of positions 0 .. length - 1.
+        """Return the cosines and sines of positions 0 .. length - 1.
 
         The sines are negated, because Qwen rotates in the opposite direction to our GPT.
         """
@@ -262,7 +262,10 @@ def _role(name: str, parameter: Tensor) -> Role:
 
 
 def offload_tensor(x: Tensor) -> Callable[[], Tensor]:
-    """Copy a tensor to host memory if necessary, and return a function that gives it back."""
+    """Copy a tensor to host memory, and return a function that returns it on its own device.
+
+    A tensor on the CPU is not copied.
+    """
     if x.is_cpu:
         return lambda: x
     device = x.device
