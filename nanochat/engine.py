@@ -534,6 +534,6 @@ def sample_seeds(
     prompt: Sequence[int],
     numbers: Iterable[int],
 ) -> list[int]:
-    """Return the seeds of the samples of a prompt that have the indices `numbers`."""
+    """Return a seed for each sample index in `numbers`, from `seed`, the index and the prompt."""
     prompt_digest = zlib.crc32(array("q", prompt).tobytes())
     return [random.Random(f"{seed}/{number}/{prompt_digest}").getrandbits(63) for number in numbers]

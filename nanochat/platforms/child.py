@@ -64,8 +64,11 @@ class Child:
             self._process.stdin.write(self._setup + "\n")
             self._process.stdin.flush()
         if not _line(self._process, START_SECONDS):
+            reason = f"within {START_SECONDS:.0f} seconds"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                reason = f"(exit code {self._process.wait(1)})"
             self.close()
-            raise RuntimeError(f"{self._script} did not start within {START_SECONDS:.0f} seconds")
+            raise RuntimeError(f"{self._script} did not start {reason}")
         return self._process
 
     def close(self) -> None:

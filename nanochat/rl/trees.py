@@ -317,7 +317,10 @@ def _pass_tensors(
 
 
 def _see_ancestors(visible: np.ndarray, parents: Sequence[int], start: int) -> None:
-    """Mark the ancestors of each place in a tree as visible, in the (T, T) mask of the row."""
+    """Let each token of a tree see its ancestors, in the (T, T) mask `visible`.
+
+    The tree begins at index `start` of the mask, in which each token already sees itself.
+    """
     for place, parent in enumerate(parents[1:], 1):
         row = start + place
         visible[row, start:row] = visible[start + parent, start:row]

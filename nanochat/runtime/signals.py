@@ -43,11 +43,12 @@ def caught(pulse: Pulse) -> Iterator[None]:
         is_ctrl_c = signal_number == signal.SIGINT
         if alone and is_ctrl_c and pulse.stop_reason == "SIGINT":
             raise KeyboardInterrupt
-        if not pulse.stop_reason:
-            _say_what_happens(name, pulse.at_once, twice_stops=alone and is_ctrl_c)
-        pulse.ask(name)
         nothing_trained = not pulse.moments
-        if pulse.at_once or (alone and nothing_trained):
+        stops_at_once = pulse.at_once or (alone and nothing_trained)
+        if not pulse.stop_reason:
+            _say_what_happens(name, stops_at_once, twice_stops=alone and is_ctrl_c)
+        pulse.ask(name)
+        if stops_at_once:
             raise Stopped
 
     earlier_handlers = {

@@ -240,8 +240,8 @@ def hanging(beats: Mapping[int, Beat], seconds: float) -> str:
     if len(behind) == len(running):
         first_rank = min(running)
         return (
-            f"all ranks hang in one place: no step for {seconds:.0f} s, rank 0 "
-            f"{_where(running[first_rank])}"
+            f"all ranks hang in one place: no step for {seconds:.0f} s, rank "
+            f"{first_rank} {_where(running[first_rank])}"
         )
     words = "; ".join(f"rank {rank} hangs {_where(running[rank])}" for rank in behind)
     return f"{words}: the others have waited for {seconds:.0f} s"

@@ -84,5 +84,5 @@ def test_what_a_script_raises_is_told(made: Callable[[str, Any], Child]) -> None
 
 
 def test_a_script_that_does_not_start_is_a_fault(made: Callable[[str, Any], Child]) -> None:
-    with pytest.raises(RuntimeError, match=r"script\.py did not start"):
+    with pytest.raises(RuntimeError, match=r"script\.py did not start \(exit code 3\)"):
         made("raise SystemExit(3)", None).ask(1, 5)

@@ -40,10 +40,13 @@ def test_a_signal_is_noted_and_the_handlers_are_put_back(number: int) -> None:
     signals.check(compute)
 
 
-def test_before_anything_is_trained_one_process_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_before_anything_is_trained_one_process_stops_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(signals.Stopped), signals.caught(Pulse()):
         press()
         pytest.fail("it went on")
+    assert "saving" not in capfd.readouterr().err
     monkeypatch.setenv("RANK", "0")
     with signals.caught(pulse := Pulse()):  # ranks only stop together
         press()

@@ -28,7 +28,8 @@ def test_the_rank_with_the_fewest_collectives_hangs() -> None:
 
 
 def test_ranks_that_wait_in_one_place_are_not_told_apart() -> None:
-    assert watch.hanging({0: said(40), 1: said(40)}, 5).startswith("all ranks hang in one place: no step for 5 s")
+    message = watch.hanging({0: {"over": True}, 1: said(40), 2: said(40)}, 5)
+    assert message.startswith("all ranks hang in one place: no step for 5 s, rank 1 in step 7")
 
 
 def test_one_rank_is_not_watched() -> None:

@@ -95,9 +95,10 @@ def calculator_sum(
     rng: random.Random,
     evaluation: bool = False,
 ) -> Sum:
-    """Draw a sum for the calculator.
+    """Draw an arithmetic question for the calculator.
 
-    Evaluation uses every wording, and training uses all except the held-out ones.
+    With `evaluation`, the operands are ones that training never uses, and any wording may be
+    drawn. Otherwise the operands and the wording are ones that training may use.
     """
     operation = rng.choice(list(OPERATIONS))
     a, b = operands(operation, rng, evaluation)
