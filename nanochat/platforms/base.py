@@ -406,7 +406,7 @@ class Platform:
         return graph.replay
 
     def graph_pool(self) -> Any:
-        """Return a `pool` for captured(), for functions whose results are used immediately."""
+        """Return a new `pool` for captured(), which several captured functions can share."""
         return self.module.graph_pool_handle()
 
     def new_graph(self) -> Any:
@@ -428,7 +428,7 @@ class Platform:
 
     @contextlib.contextmanager
     def saving_memory(self, tokens: int) -> Iterator[None]:
-        """Make models compiled in this block use less memory if a pass has many `tokens`."""
+        """If supported, make models compiled in this block save memory in passes of many `tokens`."""
         yield
 
     def finish_compiling(self) -> None:

@@ -231,7 +231,7 @@ def _chunk_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:  # (), (n, C), (V', C)
     """Return the weighted loss of a chunk, and its gradients with respect to x and the head.
 
-    A softcapped logit lies between -15 and 15, so no token's probability underflows, and its
+    A softcapped logit lies between -15 and 15, so a target's probability never underflows, and its
     logarithm is accurate enough. `scale` multiplies matrices with C columns rather than V'.
     """
     raw = F.linear(x, head)

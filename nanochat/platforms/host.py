@@ -109,10 +109,10 @@ def use_compile_cache(base: Path) -> Path:
     It is the first usable one of: the variable's own value, ~/.cache/nanochat/compile_cache (shared
     by all base folders), `base`/compile_cache and a private folder among the temporary files.
 
-    Code in the folder is loaded and run, so a folder that another user could write to is skipped,
-    with a warning. The compiler does not quote its command line, so a path with a space or a quote
-    is skipped too, unless the user named it. Call this early: creating the first optimizer imports
-    torch's compiler, which then chooses a folder of its own.
+    Code in the folder is loaded and run, so a folder that another user could write to is skipped.
+    The compiler does not quote its command line, so a path with a space or a quote is skipped too,
+    unless the user named it. Call this early: creating the first optimizer imports torch's
+    compiler, which then chooses a folder of its own.
     """
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if named and _is_usable(Path(named), is_named=True):
@@ -141,10 +141,10 @@ def plain_path(path: Path) -> bool:
 
 
 def _is_usable(folder: Path, is_named: bool = False) -> bool:
-    """Create a folder if it is missing, and return whether only this user can write to it.
+    """Create a folder if it is missing, and return whether it can be the compiler's cache.
 
-    Warns if others can, or if a folder that the user has named (`is_named`) cannot be created. Such
-    a folder may be read-only.
+    Only this user and root may be able to write to it. A folder that the user has named
+    (`is_named`) may be read-only. Warns if others can write, or if a named folder cannot be made.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -263,8 +263,8 @@ def read_ranks(met: bool, environ: Mapping[str, str] = os.environ) -> Ranks:
     """Return this process's ranks in its job, read from the launcher's environment variables.
 
     An empty variable counts as unset. If `met`, the process group already exists, so no address is
-    needed. Raises UserError (exit code 2) if variables are missing or out of range, because a
-    process that guessed would wait for the others forever, or train without them.
+    needed. Raises UserError (exit code 2) if only some needed variables are set, or if one is
+    invalid, because a process that guessed would wait for the others forever, or train alone.
     """
     variables = {
         "RANK": environ.get("RANK", ""),

@@ -115,7 +115,7 @@ class OperatorBlock(Block):
     operations: Operations
 
     def units(self) -> Layer:
-        """Return the layer's matrices, grouped into units that are multiplied as one matrix.
+        """Return the layer's matrices, grouped into units that are each multiplied as one matrix.
 
         The order is MLP input, MLP output, queries with keys and values, attention output, and the
         gate, if any.

@@ -1,6 +1,6 @@
 """Muon's arithmetic for devices on which every operator costs a launch.
 
-Each function works on K matrices of one shape (rows, cols).
+update() and subtract() work on K matrices of one shape (rows, cols).
 """
 
 from collections.abc import Sequence

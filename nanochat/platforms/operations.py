@@ -1,8 +1,8 @@
 """Plain-torch versions of the operators that a device may implement in its own way.
 
-Each platform returns a subclass with the device's own operators. The layers in layers.py call them,
-and models that are not accelerated never use them. Shapes: B batch, T time, H heads, D head
-dimension, C channels, V vocabulary.
+Each platform returns a subclass with the device's own operators. The layers in layers.py and
+qwen_layers.py call them. Models that are not accelerated never use them. Shapes: B batch, T time,
+H heads, D head dimension, C channels, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ def multiplied(
 
 
 class Operations(PlainAttention):
-    """Attention, and the operators that layers.py calls, in plain torch for every device."""
+    """Attention, and the operators that faster layers call, in plain torch for every device."""
 
     fuses_layers = False  # whether accelerate() swaps in layers that call these operators
     loss_chunk = 1024  # tokens whose logits exist at the same time
@@ -113,7 +113,7 @@ class Operations(PlainAttention):
     # --- what a user is told ---------------------------------------------------------------------
 
     def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
-        """Return why compiling would not speed up the training of a GPT, or "" if it may."""
+        """Return why compiling would not speed up training a GPT in `dtype`, or "" if it may."""
         return ""
 
     # --- norms -----------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class Host(Platform):
         return Operations(stacks_matrices=choice != "plain")
 
     def default_operations(self) -> Operations:
-        """Return operations for a Compute that is created without any, as in tests."""
+        """Return operations for a Compute that is created without operations, as in tests."""
         return Operations()
 
     def synchronize(self) -> None:
@@ -96,7 +96,7 @@ class Host(Platform):
         yield
 
     def int8_missing(self, dtype: torch.dtype) -> str:
-        """Return "" if `dtype` is bf16, or else that 8-bit matrices would be no faster."""
+        """Return "" if `dtype` is bf16, or else a message that 8-bit matrices are no faster."""
         if dtype == torch.bfloat16:
             return ""
         name = dtype_name(dtype)

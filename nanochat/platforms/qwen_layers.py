@@ -95,7 +95,7 @@ class OperatorNorm(Norm):
 
     @property
     def scale(self) -> Tensor:  # (C,) fp32
-        """The factor of each channel, computed in advance if settle() was called."""
+        """The factor of each channel, which settle() stores until release()."""
         if self.settled is not None:
             return self.settled
         return self.weight.float() + self.one

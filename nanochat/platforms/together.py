@@ -139,7 +139,7 @@ def cast_together(
 
 
 class _Cast(torch.autograd.Function):
-    """Casts all parameters, and in the backward pass all gradients, with one operator per shape.
+    """Casts all parameters, and in the backward pass all gradients, with one cast per shape.
 
     The parameters are passed in addition to the units, because autograd must see them.
     """

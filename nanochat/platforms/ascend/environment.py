@@ -132,7 +132,7 @@ def _claim(port: int) -> socket.socket | None:
 class PortBlocks:
     """The blocks of ports that a process reserves for its job's collectives.
 
-    They stay reserved as long as this object lives.
+    They stay reserved until release() or the end of this object.
     """
 
     def __init__(self) -> None:

@@ -319,7 +319,7 @@ def prompt(
 ) -> Tensor:  # (B, T, H, D)
     """Return attention to the `visible` keys, on an inference card.
 
-    The card's operator supports no window, only a mask of all keys for every query.
+    The card's operator supports no window, only a mask over all keys for each query.
     """
     import torch_npu  # pyright: ignore[reportMissingImports]
 

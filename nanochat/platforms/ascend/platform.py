@@ -132,9 +132,9 @@ class Ascend(Platform):
     def ranks_met(self, rank: int, local_rank: int, world_size: int) -> None:
         """Reserve ports on each host for the collectives of a job with several ranks.
 
-        Local rank 0 reserves the block at HCCL_IF_BASE_PORT. If the variable is not set, all ranks
-        of the host set it to the start of a free block, if there is one. Raises UserError if the
-        user's block is taken.
+        Local rank 0 reserves the block at HCCL_IF_BASE_PORT. If the variable is not set, local rank
+        0 reserves a free block, if any, and all ranks of the host set the variable to the block's
+        start. Raises UserError if the user's block is taken.
         """
         if world_size == 1:
             return

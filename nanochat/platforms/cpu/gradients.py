@@ -267,7 +267,7 @@ class Product8:
 
 
 class Attention(torch.autograd.Function):
-    """Computes causal attention with a window, recomputing its weights for the gradients."""
+    """Computes windowed causal attention; the backward pass recomputes the attention weights."""
 
     @staticmethod
     def forward(

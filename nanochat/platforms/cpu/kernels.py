@@ -247,7 +247,7 @@ class Kernels:
     ) -> Tensor:  # (B, 1, H, D)
         """Write new keys and values into the cache, and return the attention to the cache.
 
-        A query sees the new key and at most `window` keys before it. Raises IndexError if a
+        A query sees its row's new key and at most `window` keys before it. Raises IndexError if a
         position is outside the cache.
         """
         B, _, H, D = q.shape

@@ -61,7 +61,7 @@ class _Packed:
             compared.add(weight.shape)
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Return the product of x (..., inputs) and the matrix.
+        """Return x (..., inputs) times the transposed matrix.
 
         This is the `multiply` hook of a Linear; `weight` is ignored.
         """
@@ -77,7 +77,7 @@ class CpuOperations(Operations):
     """Operators that use C++ kernels, or plain torch where the kernels are missing or do not apply.
 
     In bf16 models under torch.compile, attention without grouped heads is computed in blocks, which
-    takes less than half the time there.
+    takes less than half the time of torch's own.
     """
 
     loss_logits = 1 << 24
@@ -158,8 +158,8 @@ class CpuOperations(Operations):
     def _fast(self, *tensors: Tensor) -> Kernels | None:
         """Return the kernels for inference, or None if they cannot be used with these tensors.
 
-        The kernels need serve(), disabled gradients, uncompiled code, and tensors that are all fp32
-        or all bf16.
+        The kernels are used only after serve(), with gradients disabled, in uncompiled code, and
+        with tensors that are all fp32 or all bf16.
         """
         if is_compiling():  # compiled code must not depend on _kernels
             return None
@@ -576,11 +576,11 @@ class CpuOperations(Operations):
     ) -> Tensor:  # (B, T, H, D)
         """Implement PlainAttention.masked with faster operators for bf16.
 
-        For a single query, torch's operator multiplies one number at a time, which takes 2 to 10
-        times as long. So heads that share their keys become queries of one head. Other heads are
-        computed with two products per row, or with the query doubled. With gradients and ungrouped
-        heads, several queries are computed with products, in less than half the time of torch's
-        operator.
+        For a single query per head, torch's operator multiplies one number at a time, which takes 2
+        to 10 times as long. So queries that share their keys are passed as queries of one head. The
+        others are computed with two products per row, or with the query doubled. With gradients and
+        ungrouped heads, several queries are computed with products, in less than half the time of
+        torch's operator.
         """
         B, T, H, D = q.shape
         K = k.size(1)
@@ -619,8 +619,8 @@ class CpuOperations(Operations):
     ) -> Tensor | None:  # (B, T, H, D)
         """Implement PlainAttention.extend with C++ kernels.
 
-        Returns None if _fast() does, or if there are several queries per row that do not suit
-        attend_many().
+        Returns None if _fast() does, or if there are several queries per row and _many() does not
+        accept them.
         """
         B, T, _, D = q.shape
         kernels = self._fast(q, cached_k)
@@ -661,5 +661,5 @@ def _can_be_packed(module: nn.Module) -> bool:
 
 
 def _many(q: Tensor, kernels: Kernels) -> bool:  # (B, T, H, D)
-    """Return whether attend_many() supports these queries and is faster than torch."""
+    """Return whether attend_many() supports these queries and is faster than torch's own."""
     return q.size(1) >= MANY_QUERIES and kernels.takes_many(q)

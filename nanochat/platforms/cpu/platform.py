@@ -15,7 +15,7 @@ class Cpu(Host):
     """The host's processor, with kernels that a C++ compiler builds."""
 
     def operations(self, choice: KernelChoice) -> Operations:
-        """Return operations with C++ kernels, or with torch's own if plain kernels were requested.
+        """Return CpuOperations, which use no C++ kernels if `choice` is plain.
 
         Raises UserError if fused kernels were requested.
         """
@@ -24,7 +24,7 @@ class Cpu(Host):
         return CpuOperations(has_kernels, has_kernels)
 
     def default_operations(self) -> Operations:
-        """Return operations with C++ kernels, for a Compute that is created without any."""
+        """Return CpuOperations for a Compute that is created without operations, as in tests."""
         return CpuOperations()
 
     def use_int8(self, model: Model, operations: Operations) -> None:
@@ -34,7 +34,7 @@ class Cpu(Host):
     def preset_matmul(self, dtype: torch.dtype, operations: Operations | None = None) -> Matmul:
         """Return int8 for a bf16 GPT if kernels for it exist and are faster here, or else auto.
 
-        Without `operations`, this compiles the kernels if they are missing.
+        This may compile the kernels if they are missing.
         """
         if dtype != torch.bfloat16 or not int8.is_faster() or host.compiler() is None:
             return "auto"

@@ -8,7 +8,7 @@ tokens.
 
 The head's logits are computed in 8 bits too, but not the products with their gradient, which has a
 few large numbers and thousands of tiny ones. dev/LOG.md lists what all this saves in time and costs
-in loss. Passes without gradients, such as validation, never use 8 bits.
+in loss. Passes without gradients, such as validation, do not use these 8-bit products.
 """
 
 import functools
@@ -63,7 +63,7 @@ class Matrix:
 
 
 class Matrix8(Matrix):
-    """One or more matrices, stacked by rows, that are rounded to 8-bit integers to multiply."""
+    """One or more matrices, stacked by rows and rounded to 8-bit integers for each product."""
 
     def __init__(
         self,

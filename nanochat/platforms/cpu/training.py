@@ -278,7 +278,7 @@ class Training:
         smear_lambda: Tensor,  # ()
         opened: Tensor,  # (B, T) fp32
     ) -> tuple[Tensor, Tensor]:  # (B, T, C), (R + 1,) fp32
-        """Return the gradient of x, and a tensor with those of w followed by `smear_lambda`'s."""
+        """Return the gradient of x, and one tensor with the gradients of w and `smear_lambda`."""
         B, T, C = x.shape
         y_grad = y_grad.contiguous()
         x_grad = torch.empty_like(x)

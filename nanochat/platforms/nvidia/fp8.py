@@ -101,7 +101,7 @@ def product(
 def normed(channels: int) -> Multiply:
     """Return a version of product() whose bound holds for inputs that norm() has normalized.
 
-    The mean square over a token's channels is 1, so no number exceeds the square root of
+    The mean square over a token's channels is at most 1, so no number exceeds the square root of
     `channels`.
     """
     return partial(product, bound=channels**0.5)
