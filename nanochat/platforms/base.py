@@ -428,7 +428,7 @@ class Platform:
 
     @contextlib.contextmanager
     def saving_memory(self, tokens: int) -> Iterator[None]:
-        """Save memory in models compiled in this block, if supported, for passes of many `tokens`."""
+        """If possible, let models compiled in this block save memory in passes of many `tokens`."""
         yield
 
     def finish_compiling(self) -> None:
