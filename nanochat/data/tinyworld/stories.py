@@ -21,7 +21,7 @@ from nanochat.data.tinyworld.words import (
 
 @dataclass(frozen=True)
 class Story:
-    """A story, a question and answer about it, and the sentence that ends it without a question."""
+    """A story, a question about it and the answer, and a sentence that ends it without asking."""
 
     kind: str
     text: str
