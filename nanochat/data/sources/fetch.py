@@ -144,7 +144,7 @@ def has_columns(source: Source) -> Callable[[Path], None]:
     """Return a function that checks the columns of the downloaded file at a path.
 
     The function raises ValueError if the file has no readable parquet footer (such as a login
-    page), and UserError if it lacks a column of `source` or its documents are not text.
+    page), and UserError if the file lacks a column of `source` or its documents are not text.
     """
 
     def check(path: Path) -> None:

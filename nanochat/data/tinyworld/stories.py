@@ -21,7 +21,7 @@ from nanochat.data.tinyworld.words import (
 
 @dataclass(frozen=True)
 class Story:
-    """A story, a question about it and the answer, and a sentence that ends it without asking."""
+    """A story, a question about it with its answer, and an ending to use instead of these."""
 
     kind: str
     text: str
