@@ -45,7 +45,7 @@ def corpora() -> list[Corpus]:
 
 
 def existing(data: str) -> Path | None:
-    """Return the file or folder that a value of --data names, or None if there is none."""
+    """Return the path that a value of --data names, or None if there is no such file or folder."""
     try:
         path = Path(data).expanduser()
         return path if data and path.exists() else None
@@ -229,8 +229,8 @@ def dropped_entry(shard: Path) -> dict[str, Any]:
 def dropped_documents(shard: Path) -> frozenset[int]:
     """Return the indices of the documents that are left out of a shard.
 
-    Documents are counted from 0 as `batches` yields them. Raises UserError if the file that lists
-    the left-out ones is damaged or missing.
+    The indices count from 0, in the order in which shards.batches() yields the documents. Raises
+    UserError if the file that lists the indices is damaged or missing.
     """
     entry = dropped_entry(shard)
     if not entry:
@@ -247,7 +247,7 @@ def dropped_documents(shard: Path) -> frozenset[int]:
 
 
 def dropped_summary(chosen: Sequence[Corpus]) -> dict[str, str]:
-    """Return, by label, a report line for each corpus from which documents are left out."""
+    """Return a dict from label to report line, for the corpora that have left-out documents."""
     lines = {}
     for corpus in chosen:
         dropped = read_about(corpus.folder).get(DROPPED, {})

@@ -55,8 +55,8 @@ def resolve_data(data: str | None) -> Data:
 
     The value is the name of a corpus, the path that a corpus was imported from, or
     NAME:WEIGHT,NAME:WEIGHT. Weights are positive and need not add up to 1; without weights, all
-    shares are equal. None means the only corpus. Raises UserError (exit code 2) if a corpus does
-    not exist or the mixture cannot be used.
+    shares are equal. None means the only corpus. Raises UserError (exit code 2) if a corpus is
+    missing or ambiguous, or if the mixture cannot be used.
     """
     if data is None or _names_one_corpus(data):
         return Data((resolve(data),))
@@ -118,7 +118,7 @@ def _check_names(names: list[str], data: str) -> None:
 
 
 def _parse(item: str, data: str) -> tuple[str, Fraction | None]:
-    """Split NAME or NAME:WEIGHT into the name and the weight or None.
+    """Return the name and the weight in NAME:WEIGHT; for a NAME alone, the weight is None.
 
     Raises UserError (exit code 2) if the weight is not a positive number, or follows no name.
     """

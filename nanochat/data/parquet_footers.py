@@ -30,8 +30,8 @@ _DICTIONARIES = {2, 8}  # the encodings PLAIN_DICTIONARY and RLE_DICTIONARY
 def check_packing(path: Path, columns: Iterable[str] = ()) -> None:
     """Raise ValueError if a parquet column unpacks to far more than text, or the footer is damaged.
 
-    Without `columns`, all columns are checked. A dictionary may repeat each value in every row, so
-    its size is counted once for each row.
+    Without `columns`, all columns are checked. A dictionary may repeat a value in every row, so the
+    size of a column with a dictionary is multiplied by the number of values in the column.
     """
     names = set(columns)
     for chunk in _column_chunks(path):

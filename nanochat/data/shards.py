@@ -332,7 +332,8 @@ def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
 def count_rows(path: Path) -> int:
     """Return the number of rows in a shard, from its footer alone.
 
-    Raises UserError if the shard is missing or damaged.
+    Raises UserError if the shard is missing, has another size than in corpus.json, or has a damaged
+    footer.
     """
     _check_size(path)
     try:

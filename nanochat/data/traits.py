@@ -31,7 +31,7 @@ class Traits:
     """The default length of a row in pretraining in tokens; if None, the device decides."""
     step_tokens: int | None = None
     """The default number of tokens in a step of pretraining, over all ranks; if None, it depends on
-    the length of the run."""
+    the length of the run, if that is known."""
     pairs: bool = True
     """Whether a model has a table of embeddings for pairs of tokens by default."""
     documents_every: int = 0
@@ -41,10 +41,10 @@ class Traits:
     """Like `documents_every`, but for fine-tuning, where rows of documents have several times as
     many targets as rows of conversations."""
     chats: Drawing = Drawing()
-    """The sampling settings for chats with a model of the corpus."""
+    """The sampling settings for chats with a model trained on the corpus."""
     knows: Mapping[str, str] | None = None
-    """What a chat model of the corpus knows, as a phrase for the chat page in each language, or
-    None if that is unknown."""
+    """What a chat model trained on the corpus knows, as a phrase for the chat page in each
+    language, or None if that is unknown."""
     curriculum: Literal["tinyworld", "published"] = "published"
     """The data for the later stages and for evaluating chat models, as a key of CURRICULA in
     tasks.mixtures."""

@@ -257,7 +257,7 @@ def _wait_seconds(
     requested: float | None,
     patience: Patience,
 ) -> float:
-    """Return the wait in seconds: at least `requested`, but never above the longest wait."""
+    """Return the seconds to wait: the longer of backoff and `requested`, up to the longest wait."""
     backoff = patience.first_wait_seconds * 2 ** (failures - 1) * random.uniform(0.75, 1.25)
     return min(max(backoff, requested or 0), patience.longest_wait_seconds)
 
@@ -447,7 +447,7 @@ def _etag_file(path: Path) -> Path:
 
 
 def _resume_headers(path: Path, offset: int) -> dict[str, str]:
-    """Return the headers that ask for the bytes of a file from `offset` on, or {} if it is 0.
+    """Return the headers that ask for a file's bytes from `offset` on, or {} if `offset` is 0.
 
     If a saved ETag shows that the file has changed, the server sends all of it.
     """

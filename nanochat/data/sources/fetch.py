@@ -141,10 +141,10 @@ def _adopted(path: Path, source: Source) -> dict[str, Any]:
 
 
 def has_columns(source: Source) -> Callable[[Path], None]:
-    """Return a function that checks the columns of a downloaded file.
+    """Return a function that checks the columns of the downloaded file at a path.
 
-    It raises ValueError if the file is not a complete parquet file but, say, a login page, and
-    UserError if the file lacks a column of `source` or its documents are not text.
+    The function raises ValueError if the file has no readable parquet footer (such as a login
+    page), and UserError if the file lacks a column of `source` or its documents are not text.
     """
 
     def check(path: Path) -> None:

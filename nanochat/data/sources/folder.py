@@ -127,7 +127,7 @@ def import_folder(
 
 
 def _readable_files(source: Path) -> list[Path]:
-    """Return the importable files: those in `source` and its subfolders, or `source` if a file."""
+    """Return the importable files among `source` and everything below it."""
     paths = [source] if source.is_file() else sorted(source.rglob("*"))
     return [path for path in paths if path.is_file() and path.suffix in READERS]
 
@@ -148,7 +148,7 @@ def _is_of_another_source(corpus: Corpus, source: Path) -> bool:
 
 
 def _is_complete(corpus: Corpus, about: dict[str, Any]) -> bool:
-    """Return whether the corpus exists completely, as described by `about`, and log it if so."""
+    """Return whether the corpus that `about` describes exists and is complete; if so, log it."""
     existing = read_about(corpus.folder)
     if {key: existing.get(key) for key in about} != about:
         return False

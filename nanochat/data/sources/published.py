@@ -110,7 +110,7 @@ class Source:
     def listing(self, count: int, host: Host = "hub") -> list[str]:
         """Return lines for aria2c: the addresses of `count` training files and the validation file.
 
-        If a shard has another name than its file, an indented line `out=NAME` follows it.
+        If a shard has another name than its file, an indented line `out=NAME` follows the address.
         Raises UserError (exit code 2) if `count` is out of range or no copy on `host` is known.
         """
         lines = []

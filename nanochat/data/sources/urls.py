@@ -1,6 +1,6 @@
 """Fetch the files named in a list of web addresses, and import them like the user's own files.
 
-The downloaded files are kept, and checked against any SHA-256 in the list.
+Downloaded files are kept as long as they are listed, and checked against any SHA-256 in the list.
 """
 
 import hashlib
@@ -41,8 +41,8 @@ def download_urls(
 
     The corpus is named after the list unless `name` is given. Listed files stay below `downloads/`
     in the base folder, so a stopped download resumes, and a longer list fetches only new files.
-    Raises UserError (exit code 2) if the list or name cannot be used, and UserError if a file
-    cannot be fetched or imported.
+    Files that are no longer listed are deleted there. Raises UserError (exit code 2) if the list or
+    name cannot be used, and UserError if a file cannot be fetched or imported.
     """
     path = path.expanduser().resolve()
     name = name or path.stem

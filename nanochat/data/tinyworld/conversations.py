@@ -84,7 +84,7 @@ def mid_conversations(
     size: int = 60_000,
     mental: Mental | None = None,
 ) -> list[Conversation]:
-    """Return conversations for midtraining, of every kind and often with several questions."""
+    """Return conversations for midtraining: all kinds, often with several questions."""
     return _mix(f"mid/{seed}", size, MID_SHARES, mental or Mental())
 
 
@@ -125,7 +125,7 @@ def _mix(
 
 
 def _draw(shares: Mapping[Item, float], size: int, rng: random.Random) -> list[Item]:
-    """Draw `size` keys of `shares`, with their values as weights."""
+    """Draw `size` keys of `shares` with replacement, weighted by their values."""
     return rng.choices(list(shares), weights=list(shares.values()), k=size)
 
 
@@ -193,10 +193,7 @@ class Questions:
         return messages
 
     def follow_up(self, language: Language) -> list[Message]:
-        """Return a question and follow-up questions about up to two other things, with answers.
-
-        Relations that `follow_ups` asks about are left out.
-        """
+        """Return a question and the same question about up to two other things, with answers."""
         first = next(self.decks[language])
         while not _takes_follow_up(first):
             first = next(self.decks[language])
@@ -211,7 +208,10 @@ class Questions:
 
 
 def _takes_follow_up(fact: Fact) -> bool:
-    """Return whether a conversation of Questions.follow_up() may begin with this fact."""
+    """Return whether a conversation of Questions.follow_up() may begin with this fact.
+
+    Facts with two subjects, facts about words, and relations that follow_ups() covers are excluded.
+    """
     if len(fact.subjects) != 1 or fact.relation in WORD_RELATIONS:
         return False
     return fact.relation not in follow_up_data()["relations"]

@@ -1,4 +1,4 @@
-"""The base corpus: short texts that state the facts of the world and never ask about them."""
+"""The base corpus: short texts with facts, sums and stories, which never ask about a fact."""
 
 import json
 import random
@@ -20,7 +20,7 @@ BEGINNINGS = 120  # of tales, in each language and copy of the corpus
 def documents(seed: int = 0, copies: int = 10) -> Iterator[str]:
     """Yield the documents of the base corpus.
 
-    They state the whole world `copies` times, with wordings and order drawn anew each time.
+    There are `copies` versions of one_copy(), each with newly drawn wordings and order.
     """
     for copy in range(copies):
         rng = random.Random(f"documents/{seed}/{copy}")
@@ -109,7 +109,7 @@ def _in_one_wording(
 def both_languages(rng: random.Random) -> Iterator[str]:
     """Yield texts of up to five facts, each stated in one language and then in the other.
 
-    If more facts are drawn for a text, the others are left out.
+    If more facts are drawn for a text, the rest are left out.
     """
     for facts in facts_by_relation().values():
         for chunk in _chunks(facts, rng):

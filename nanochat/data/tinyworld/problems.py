@@ -151,7 +151,8 @@ def evaluation(
 ) -> list[Problem]:
     """Return problems that ask, in held-out wordings, about facts that training asks about.
 
-    There is at least one for every relation, or one for every such fact if `size` is None.
+    There are at most `size` problems, or one for each relation if that is more; None means one for
+    each such fact.
     """
     rng = random.Random(f"evaluation/{seed}/{language}")
     problems = []
@@ -166,7 +167,7 @@ def _spread(
     size: int | None,
     rng: random.Random,
 ) -> list[Fact]:
-    """Return `size` random facts, or more to include every relation; None means all."""
+    """Return up to `size` random facts, or more to include every relation; None means all."""
     order = list(facts)
     rng.shuffle(order)
     if size is None or size >= len(order):
@@ -301,7 +302,7 @@ def tale_evaluation(
 def calculator_evaluation(seed: int = 0, size: int = 400) -> list[Problem]:
     """Return problems for the calculator, sums and counting stories, in both languages.
 
-    In training, their pairs of operands occur in mental sums at most.
+    Training uses their pairs of operands in mental sums only, if at all.
     """
     rng = random.Random(f"calculator/{seed}")
     problems = []

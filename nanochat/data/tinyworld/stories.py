@@ -21,7 +21,7 @@ from nanochat.data.tinyworld.words import (
 
 @dataclass(frozen=True)
 class Story:
-    """A story, a question and answer about it, and the sentence that ends it without a question."""
+    """A story, a question about it with its answer, and an ending to use instead of these."""
 
     kind: str
     text: str

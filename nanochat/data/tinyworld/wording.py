@@ -85,7 +85,7 @@ def build_wording(
     """Return the wording of a relation, with direct questions and indirect ones inside frames.
 
     One question of each kind is held out, but never the first direct one, which is the plainest,
-    nor those in `more`, which were written after the split was drawn.
+    nor those in `data["more"]`, which were written after the split was drawn.
     """
     mark = "？" if language == "zh" else ""
     direct = [pattern + mark for pattern in data["ask"]]

@@ -72,7 +72,7 @@ def talk(
     language: Language,
     rng: random.Random,
 ) -> list[Message]:
-    """Return a random question of a group (`open`, `close` or `about_itself`) and its answer."""
+    """Return a random user turn of a group (`open`, `close` or `about_itself`) and its reply."""
     item = rng.choice(dialogue_data()[group])[language]
     return [user(rng.choice(item["ask"])), assistant(item["answer"])]
 
@@ -139,9 +139,10 @@ def dont_know(language: Language) -> str:
 
 @functools.cache
 def asked_by_subject() -> dict[str, tuple[Fact, ...]]:
-    """Return, by subject key, the facts about things that training asks about.
+    """Return, by subject key, the facts that tell_me_about() may choose from.
 
-    Only subjects with at least three such facts are included.
+    Training asks about all of them. Facts about words, numbers or two subjects are left out, as are
+    subjects with fewer than three facts left.
     """
     groups: dict[str, list[Fact]] = {}
     for fact in asked_facts():

@@ -200,9 +200,9 @@ def fill(
     language: Language,
     hero: Word,
 ) -> str:
-    """Return a sentence pattern with its slots filled from the facts of a story.
+    """Return a sentence pattern with its slots filled from `hero` and the facts of a story.
 
-    The hero may be a thing that does not exist.
+    The hero may be an invented one.
     """
     table = _slot_texts(language)
 

@@ -39,7 +39,7 @@ class Place:
 class Meaning:
     """One way to understand a sentence: its place in a story, and the facts that it states.
 
-    `speaks_of` holds the variables that it mentions, without the pronoun.
+    `speaks_of` holds the variables that the sentence mentions, without the pronoun.
     """
 
     place: Place
@@ -52,11 +52,11 @@ def fault(
     hero: str | None,
     language: Language,
 ) -> str | None:
-    """Return what is wrong with a story about a hero, or None if nothing is wrong.
+    """Return a phrase that names a fault of a story, or None if the story is correct.
 
-    If `hero` is None, the story may be about any hero. A correct story has four to eight different
-    sentences, all of which the grammar can make. It opens, may describe, tells one plot in order,
-    and ends. No fact, name or pronoun contradicts another.
+    `hero` is the key of the hero that the story must be about, or None for any. A correct story has
+    four to eight different sentences, all of which the grammar can make: an opening, descriptions
+    if any, one plot in order, and an ending. No fact, name or pronoun contradicts another.
     """
     story_sentences = sentences(story)
     smallest, largest = SENTENCES
@@ -167,7 +167,7 @@ def _readings(
     facts: Facts,
     by_name: dict[str, Plot],
 ) -> Iterator[Facts]:
-    """Yield the facts of a story for each way to read it that continues `before` to the end."""
+    """Yield the facts of a story for each complete reading that begins with `before`."""
     if len(before) == len(understood):
         if before[-1].place.role == "end":
             yield facts

@@ -126,9 +126,9 @@ def beginning(
 
 
 def made_up(rng: random.Random) -> Word:
-    """Invent a thing that does not exist, such as a "rocip", and return its name.
+    """Invent a thing, such as a "rocip", and return its name in both languages.
 
-    The name joins the beginning of one word and the end of another.
+    Each name joins the beginning of one word and the end of another.
     """
     english_words, chinese_words = _source_words()
     while True:
@@ -169,7 +169,7 @@ def _real_names() -> frozenset[str]:
 
 
 def _hero(rng: random.Random) -> Word:
-    """Return a random hero of the training stories, or an invented one."""
+    """Return an invented hero or, more often, one of trained_heroes()."""
     if rng.random() < MADE_UP:
         return made_up(rng)
     return heroes()[rng.choice(trained_heroes())]
@@ -194,9 +194,9 @@ def request_for(
     pattern: str,
     language: Language,
 ) -> str:
-    """Return the request for a story about a hero, or the title of such a story.
+    """Return the request or title that `pattern` becomes for a story about a hero.
 
-    `pattern` decides which of the two; both name the hero in the same way.
+    The hero is called by the name that requests use; see asked_for().
     """
     return fill(pattern, {}, language, asked_for().get(hero.key, hero))
 
@@ -204,7 +204,7 @@ def request_for(
 def ask_for_tale(language: Language, rng: random.Random) -> list[Message]:
     """Draw a request for a story, and return it with the story.
 
-    The hero is one of the training stories or an invented one.
+    The hero is invented or one of trained_heroes().
     """
     if rng.random() < WITHOUT_TOPIC:
         hero = heroes()[rng.choice(trained_heroes())]
