@@ -180,7 +180,7 @@ class Describer:
 
 
 def _plain(value: Any) -> str | float | None:
-    """Return a text, cut off after LONGEST_FACT characters, or a number from 0 to below 2**53.
+    """Return `value` if it is a number from 0 to below 2**53, or a text, cut off if it is long.
 
     Returns None for any other value.
     """
