@@ -25,8 +25,8 @@ class EngineEvent(Protocol):
     def finish(self) -> str | None: ...
 
 
-# The share of slots, one in so many, that an address may fill with replies that follow a JSON
-# schema: while it is the only address, and while other addresses have been active recently.
+# One slot in so many may be filled by the replies of one address that follow a JSON schema: while
+# it is the only address, and while other addresses have been active recently.
 SHARE_ALONE = 2
 SHARE_BESIDE_OTHERS = 8
 RECENT_SECONDS = 60.0

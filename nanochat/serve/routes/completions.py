@@ -102,7 +102,7 @@ class CompletionRequest:
         prompt: list[int],
         limits: Limits,
     ) -> None:
-        """Raise ApiError (400) if `prompt`, at index `number`, is empty or leaves too little room."""
+        """Raise ApiError (400) if `prompt`, at index `number`, is empty or too long to answer."""
         if not prompt:
             text = f"prompt {number} is empty: it must have a token"
             raise ApiError(400, "empty_prompt", text, "prompt")

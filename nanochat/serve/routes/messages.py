@@ -128,7 +128,7 @@ def _joined(messages: list[Message], items: list[Any]) -> list[Message]:
 
 
 def _check_result(items: list[Any], i: int) -> None:
-    """Raise ApiError (400) if item `i` is a tool result that does not follow a reply or a result."""
+    """Raise ApiError (400) if item `i` is a tool result that follows no reply or result."""
     if items[i]["role"] != "tool":
         return
     if i == 0 or items[i - 1]["role"] not in ("assistant", "tool"):
@@ -308,8 +308,8 @@ def render_chat(
     """Return the tokens of a chat, followed by those that begin the reply.
 
     A chat that is not in the form of training data is converted by answerable(), unless a published
-    model's template can render it as sent. Raises ApiError (400) about `field` if the template refuses
-    the chat.
+    model's template can render it as sent. Raises ApiError (400) about `field` if the template
+    refuses the chat.
     """
     plain = answerable(conversation)
     try:
