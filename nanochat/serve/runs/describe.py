@@ -46,9 +46,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Tail:
-    """The end of a metrics.jsonl: its last step, and the last value of every figure.
+    """The end of a metrics.jsonl: its last step, and the last value of every figure in it.
 
-    `pace` is the mean duration of recent steps in seconds, or None if unknown.
+    `step` is 0 if the end has no valid line. `pace` is the mean duration of recent steps in
+    seconds, or None if unknown.
     """
 
     step: int
