@@ -75,7 +75,7 @@ ASSETS = {
 
 
 def assets() -> Mapping[str, bytes]:
-    """Return a dict from the name to the content of each page in web/ and each file it loads."""
+    """Return the pages in web/ and the files that they load, as a dict from name to content."""
     folder = importlib.resources.files("nanochat.serve") / "web"
     return {name: (folder / name).read_bytes() for name in (*PAGES, *ASSETS)}
 

@@ -49,7 +49,7 @@ class ModelFlags:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A loaded model, and how it decodes."""
+    """A loaded model, how it decodes, and what the user is told about it."""
 
     loaded: Loaded
     context: int  # the longest chat in tokens
@@ -169,7 +169,7 @@ def choose_also(
 
 
 def names_adapter(value: str) -> bool:
-    """Return whether a value of --also is NAME=FOLDER with an adapter in the folder."""
+    """Return whether a value of --also, such as NAME=FOLDER, gives the folder of an adapter."""
     from nanochat.checkpoint_manager.huggingface.adapter import SETTINGS as ADAPTER_SETTINGS
 
     _, _, folder = value.partition("=")
@@ -180,8 +180,8 @@ def adapter_folders(values: Sequence[str], model: Path | None) -> dict[str, Path
     """Return the adapters that `values` name, as a dict from name to folder.
 
     Each of these values of --adapter or --also is NAME=FOLDER, or FOLDER alone, whose last
-    component is then the name. Raises UserError (exit code 2) if a value is malformed, a name not
-    unique, or the base model (`model`) missing.
+    component is then the name. Raises UserError (exit code 2) if a value is malformed, if two
+    adapters have the same name, or if no base model is given (`model` is None).
     """
     if values and model is None:
         raise UserError(NEEDS_BASE, exit_code=2)
@@ -207,7 +207,7 @@ def load_adapters(
     folders: Mapping[str, Path],
     compute: Compute,
 ) -> Adapters | None:
-    """Load adapters for the chosen model `first`, or return None if there are none.
+    """Load and return the adapters for the chosen model `first`, or None if there are none.
 
     `folders` maps the name of each adapter to its folder. Raises UserError if an adapter cannot be
     read or belongs to another base model.
@@ -226,7 +226,7 @@ def cache_sizes(
     slots: int,
     platform: Platform,
 ) -> list[int]:
-    """Return the size in bytes of each model's cache with `slots` slots.
+    """Return a list of the sizes in bytes of the models' caches, which have `slots` slots each.
 
     Raises UserError if the device has less free memory than these caches take together. A CPU would
     otherwise run out of memory only while it answers.

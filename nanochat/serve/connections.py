@@ -2,9 +2,9 @@
 
 A connection is in one of two states. Either the client waits for the server; this has no deadline
 here, because the queue of chats bounds it. Or the server waits for the client to send a request, to
-finish its headers or its body, or to read what was sent. Every such wait has a deadline. When the
-server runs out of room, it closes the connection that has kept it waiting longest, and refuses a
-new one only if no connection keeps it waiting.
+finish its headers or its body, or to read what was sent. Every such wait has a deadline. When there
+are too many connections, in total or from one address, the server closes the one of these that has
+kept it waiting longest, and refuses a new one only if none of these keeps it waiting.
 """
 
 import asyncio
@@ -36,13 +36,13 @@ SOCKET_BYTES = 64 * 1024
 WARNING_SECONDS = 60  # least time between two log lines with the same message
 
 # What the server waits for: a request, the rest of its headers, the rest of its body, for the
-# client to read what was sent, or for it to receive a refusal before the connection closes.
+# client to read what was sent, or for it to receive the last answer before the connection closes.
 Wait = Literal["idle", "headers", "body", "read", "leave"]
 
 
 @dataclass(frozen=True)
 class Caps:
-    """Bounds on connections: the seconds that each kind of Wait may take, number, and memory."""
+    """Limits on connections: their number, their memory, and the seconds of each kind of Wait."""
 
     idle: float = 30  # longer than clients keep unused connections, so that clients close first
     headers: float = 10  # headers fit into a few packets
@@ -58,7 +58,7 @@ class Caps:
 
 
 class Seldom:
-    """Logs each warning at most once per WARNING_SECONDS, so that no attack can flood the log."""
+    """Logs the same warning at most once a minute, so that no attack can flood the log."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
@@ -101,8 +101,8 @@ class Connections:
     def admit(self, new: "Connection") -> bool:
         """Count a new connection, and return whether there is room for it.
 
-        If there are too many, in total or from its address, one that keeps the server waiting is
-        closed to make room, if there is one.
+        If there are too many, in total or from its address, one of these that keeps the server
+        waiting is closed to make room, if there is one.
         """
         self.per_address[new.address] += 1
         if self.per_address[new.address] > self.caps.per_address:
@@ -152,7 +152,7 @@ class Connections:
         """Record that the unfinished request of a connection has `count` bytes so far.
 
         While all unfinished requests together are too large, the one that has kept the server
-        waiting longest is refused.
+        waiting longest is refused, or this one if none keeps it waiting.
         """
         self.unfinished += count - connection.unfinished
         connection.unfinished = count
@@ -284,7 +284,7 @@ class Connection(H11Protocol):
         self._look()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request that is not valid HTTP."""
+        """Refuse a request that h11 or Requests does not accept; `msg` is not sent."""
         self.refuse(
             ApiError(400, "invalid_http", "this is not a valid HTTP request: send valid HTTP/1.1")
         )
@@ -312,9 +312,10 @@ class Connection(H11Protocol):
         return "body" if self.cycle.more_body else None
 
     def _look(self, received: int = 0) -> None:
-        """Update what the server waits for, and set a new deadline if that has changed.
+        """Update what the server waits for, and the size of an unfinished request.
 
-        `received` is the number of bytes that have just arrived.
+        The deadline is replaced only if the wait has changed. `received` is the number of bytes
+        that have just arrived.
         """
         if self._gone:
             return

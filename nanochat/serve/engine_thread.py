@@ -25,8 +25,8 @@ class EngineEvent(Protocol):
     def finish(self) -> str | None: ...
 
 
-# The share of slots, one in so many, that an address may fill with replies that follow a JSON
-# schema: while it is the only address, and while other addresses have been active recently.
+# One slot in so many may be filled by the replies of one address that follow a JSON schema: while
+# it is the only address, and while other addresses have been active recently.
 SHARE_ALONE = 2
 SHARE_BESIDE_OTHERS = 8
 RECENT_SECONDS = 60.0
@@ -109,7 +109,7 @@ class Ticket(Generic[E]):
 
 
 class Displaced(Exception):
-    """Raised if a waiting ticket has lost its place to an address with fewer waiting ones."""
+    """Raised if a ticket has lost its place in the line to an address with fewer waiting ones."""
 
 
 class EngineThread(Generic[E]):
@@ -125,7 +125,7 @@ class EngineThread(Generic[E]):
     """
 
     def __init__(self, engine: StepEngine[E], waiting: int):
-        """Prepare the thread, which accepts `waiting` tickets more than the engine has slots."""
+        """Prepare the thread, which accepts up to `waiting` more tickets than there are slots."""
         self.slots = engine.free_slots
         self.free_slots = self.slots
         self.tickets: set[Ticket[E]] = set()  # submitted, and neither released nor finished
@@ -187,7 +187,7 @@ class EngineThread(Generic[E]):
         self._inbox.put(ticket)
 
     def dismiss(self, reason: Exception) -> None:
-        """Make events() of every ticket raise `reason`; each ticket must still be released."""
+        """Make events() of each unfinished ticket raise `reason`; it must still be released."""
         for ticket in self.tickets:
             ticket.tell(reason)
 

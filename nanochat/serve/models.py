@@ -200,7 +200,7 @@ class Watch:
             self._last[index] = now
 
     def _begin(self, index: int, event: Event, now: float) -> None:
-        """Record the time to a reply's first token, and count its prompt."""
+        """Record the time to a reply's first token, and count the tokens of its prompt."""
         metrics = self._metrics
         metrics.first.observe(now - self._start)
         metrics.prompt_tokens.inc(self._prompts[index])
@@ -257,7 +257,7 @@ class Hosted:
         thread: EngineThread[Event],
         families: Families,
     ):
-        """Host a model whose engine `thread` runs, and register its metrics in `families`."""
+        """Host a model, and register its metrics in `families`; `thread` runs its engine."""
         engine = loadable.engine
         announced = loadable.announced
         self.name = announced.model

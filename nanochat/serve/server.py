@@ -116,7 +116,7 @@ class ChatServer:
         return JSONResponse(self._described(self.models.named(name)))
 
     def _described(self, model: Hosted) -> dict[str, Any]:
-        """Return a model's entry in the API as a dict."""
+        """Return a model's entry in /v1/models, with `runs` if the server shows training runs."""
         description = model.described()
         if self.settings.runs is not None:
             description["runs"] = True
@@ -127,14 +127,14 @@ class ChatServer:
         return self.models.families.response()
 
     async def tokenizer_info(self, model: str | None = None) -> JSONResponse:
-        """Answer GET /tokenizer_info?model=NAME."""
+        """Answer GET /tokenizer_info?model=NAME with facts about that model's tokenizer."""
         hosted = self.models.named(model)
         return JSONResponse(tokens.tokenizer_info(hosted.tokenizer, hosted.limits))
 
     # --- routes that read a body -----------------------------------------------------------------
 
     def encoding(self, work: Callable[[Any, Tokenizer, Limits], dict[str, Any]]) -> Route:
-        """Return a route that answers a body with the dict that `work` returns for it as JSON."""
+        """Return a route that answers with the dict that `work` makes of a decoded body."""
 
         async def answer(request: Request) -> Response:
             body = await read_body(request)
@@ -169,19 +169,19 @@ class ChatServer:
         return answer
 
     async def respond(self, request: Request) -> Response:
-        """Answer POST /v1/responses."""
+        """Answer POST /v1/responses with the engine; a request may continue a stored response."""
         reader = functools.partial(read_response, shelf=self._shelf(request))
         return await self.generating(reader)(request)
 
     async def response(self, number: str, request: Request) -> JSONResponse:
-        """Answer GET /v1/responses/NUMBER, which takes no parameters, with a stored response."""
+        """Answer GET /v1/responses/ID with that stored response; query parameters are refused."""
         for name in request.query_params:
             text = f"this route does not support {name[:80]}: leave it out"
             raise ApiError(400, "unsupported_parameter", text, name[:80])
         return JSONResponse(self._shelf(request).response(number))
 
     async def remove_response(self, number: str, request: Request) -> JSONResponse:
-        """Answer DELETE /v1/responses/NUMBER by deleting the stored response."""
+        """Answer DELETE /v1/responses/ID by deleting that stored response."""
         self._shelf(request).response(number, again=False)
         return JSONResponse({"id": number, "object": "response", "deleted": True})
 
@@ -194,7 +194,7 @@ class ChatServer:
     async def _in_turn(self, body: bytes, work: Callable[[], T]) -> T:
         """Run `work`, which handles `body`, in a thread, and return the result.
 
-        Smaller bodies come first. Raises ApiError (429) if too many of them are waiting.
+        Smaller bodies come first. Raises ApiError (429) if the queue has no room for this one.
         """
         try:
             async with self.turns.turn(size=len(body)):
@@ -259,7 +259,8 @@ class ChatServer:
     ) -> Prepared:
         """Submit the requests of a body to the engine's thread, and return a Prepared.
 
-        The ticket keeps the compiled schema (`automaton`) alive.
+        The ticket keeps the compiled schema (`automaton`) alive. Raises asyncio.QueueFull if there
+        is no room.
         """
         ticket: Ticket[Event] = Ticket(work.requests, owner, automaton)
         model.thread.submit(ticket)
@@ -278,7 +279,7 @@ def _queue_full() -> ApiError:
 def _work(request: CheckedRequest, model: Hosted) -> Work:
     """Return a checked request's Work, whose engine requests name the model's adapter, if any.
 
-    Raises ApiError (400) if a prompt does not fit or the engine would refuse it.
+    Raises ApiError (400) if the request's work() does, or if the engine would refuse a prompt.
     """
     work = request.work(model.tokenizer, model.limits)
     if model.adapter:

@@ -60,7 +60,7 @@ class Line(Generic[W]):
             self._waiting.setdefault(waiter.owner, deque()).append(waiter)
 
     def next(self, may_begin: Callable[[W], bool] = lambda waiter: True) -> W | None:
-        """Return the next address's oldest request, or None if no oldest request may begin.
+        """Return the next address's oldest request, or None if no address has one that may begin.
 
         The address then goes to the end of the line. Addresses whose oldest request may not begin
         yet are passed over, and keep their places. The caller begins one part of the request, and
@@ -193,8 +193,8 @@ class SmallestFirst:
 class ByAddress:
     """A queue in which addresses take turns.
 
-    At most `limit` turns may wait. If there is no room, the address with the most waiting turns
-    loses its newest one, or the new turn is refused.
+    At most `limit` turns may wait. If there is no room, the newest turn of the address with the
+    most turns is refused, or the new turn if its own address would have at least as many.
     """
 
     def __init__(self, limit: int):

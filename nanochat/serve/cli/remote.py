@@ -58,8 +58,8 @@ class Remote:
     def settings(self, flags: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sampling settings of a reply, by name.
 
-        A setting comes from `flags`, which the user asked for, or else from the server's defaults;
-        it is None if the server does not publish a default.
+        A setting comes from `flags`, those that the user chose, or else from the defaults that the
+        server publishes. It is None if neither has it.
 
         A nanochat server refuses a reply that does not fit into its context. So a reply gets at
         most three quarters of that context if the user asked for a length, and otherwise at most
@@ -213,7 +213,7 @@ def _queue_lines(
 
 
 def _defaults(model: dict[str, Any]) -> dict[str, Any]:
-    """Return the default settings, by name, that a nanochat server publishes for a model."""
+    """Return a dict of the default settings that a nanochat server publishes for a model."""
     defaults = model.get("defaults")
     if not isinstance(defaults, dict):
         return {}

@@ -131,9 +131,9 @@ def stoppable() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def utf8() -> Iterator[None]:
-    """Make the line editor read UTF-8 inside this block.
+    """Inside this block, make the line editor read UTF-8 if the terminal's locale has only ASCII.
 
-    If the terminal's locale is C or is not installed, the editor would take each byte of a Chinese
+    In such a locale, or one that is not installed, the editor would take each byte of a Chinese
     character for a key pressed with Alt, and list files or recall old lines. The editor reads the
     environment again for each line, which is why the locale is changed there.
     """

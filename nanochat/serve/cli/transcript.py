@@ -71,7 +71,8 @@ def read_transcript(path: Path) -> list[Message]:
 def _read_message(item: dict[str, Any]) -> Message:
     """Return an item of a saved chat as a Message.
 
-    Raises ValueError if its role, or the kind of a part, is unknown.
+    Raises ValueError, KeyError, TypeError or AttributeError if the item is malformed, for example
+    if its role or the kind of a part is unknown.
     """
     saved_parts = item.get("parts") or [{"kind": "text", "text": item["content"]}]
     parts = tuple(Part(part["kind"], replace_surrogates(part["text"])) for part in saved_parts)

@@ -102,7 +102,7 @@ class CompletionRequest:
         prompt: list[int],
         limits: Limits,
     ) -> None:
-        """Raise ApiError (400) if prompt `number` is empty or leaves a reply too little room."""
+        """Raise ApiError (400) if `prompt`, at index `number`, is empty or too long to answer."""
         if not prompt:
             text = f"prompt {number} is empty: it must have a token"
             raise ApiError(400, "empty_prompt", text, "prompt")
@@ -291,9 +291,9 @@ class CompletionWriter:
         return {**self._head, "choices": choices, "usage": self.usage}
 
     def _echo(self, index: int, token_event: Event) -> str:
-        """Return the prompt to echo before a reply's first token, or "" if there is none to echo.
+        """Return the prompt's text if the event is a reply's first and `echo` is set, else "".
 
-        The prompt's log-probabilities are listed as well if the client asked for them.
+        With the text, the prompt's log-probabilities are listed if the client asked for them.
         """
         if not self._request.echo or self._choices[index].tokens:
             return ""
@@ -387,7 +387,7 @@ class Listed:
             self._characters += len(self._decoder.decode(raw))
 
     def take(self) -> dict[str, list[Any]] | None:
-        """Return the tokens added since the last call as a dict of lists, or None without any."""
+        """Return the tokens added since the last call as a dict of lists, or None if none were."""
         rows = self._rows
         self._rows = []
         if not rows:

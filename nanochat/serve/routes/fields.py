@@ -106,7 +106,7 @@ def read_fields(
     names: Collection[str],
     neutral: Mapping[str, tuple[Any, ...]],
 ) -> dict[str, Any]:
-    """Check a decoded body, and return its fields except those that are null or in IGNORED.
+    """Check a decoded body, and return a dict of its fields, without ignored and null ones.
 
     `names` are the fields that the route reads. `neutral` maps each unsupported field to the values
     that are accepted because they change nothing. Raises ApiError: 404 for another model, 400 for
@@ -220,7 +220,10 @@ def flag(
 
 
 def truncates(fields: Mapping[str, Any]) -> bool:
-    """Return whether `truncation` lets the oldest messages be dropped if the chat does not fit."""
+    """Return whether `truncation` lets the oldest messages be dropped if the chat does not fit.
+
+    Raises ApiError (400) if its value is unknown.
+    """
     truncation = fields.get("truncation", "disabled")
     if truncation not in ("auto", "disabled"):
         raise invalid('truncation must be "auto" or "disabled"', "truncation")
@@ -230,7 +233,7 @@ def truncates(fields: Mapping[str, Any]) -> bool:
 def mapping(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the object field `name` as a dict, which is empty if the field is absent.
 
-    Raises ApiError (400) for any other value.
+    Raises ApiError (400) if the field is not an object.
     """
     value = fields.get(name, {})
     if not isinstance(value, dict):
@@ -381,8 +384,8 @@ def alternatives(fields: Mapping[str, Any], name: str) -> int | None:
 def check_scores(scores: int, lower: str) -> None:
     """Raise ApiError (400) if an answer would list more than MOST_SCORES log-probabilities.
 
-    This bounds the answer before the engine starts. `scores` is how many it would list at most, and
-    `lower` names the fields to lower.
+    This bounds the answer before the engine starts. `scores` is the most that the answer can list,
+    and `lower` names the fields to lower.
     """
     if scores > MOST_SCORES:
         text = (

@@ -36,10 +36,10 @@ def read_conversation(
 ) -> Conversation:
     """Check a request's list of messages, and return it as a conversation.
 
-    Roles may come in any order, except that a tool result must follow the assistant or another
-    result. Tool results become user messages, merged with user messages next to them. Empty system
-    messages are left out. If `continued` is true, the last message must be a reply for the model to
-    continue. `instructions` are put in front of the system message.
+    Roles may come in any order, except that a tool result must follow an assistant message or
+    another result. Tool results become user messages, merged with user messages next to them. Empty
+    system messages are left out. If `continued` is true, the last message must be a reply for the
+    model to continue. `instructions` are put in front of a first system message, or become one.
 
     Raises ApiError (400) if the messages are malformed.
     """
@@ -66,7 +66,7 @@ def read_conversation(
 
 
 def _checked_items(items: Any) -> list[Any]:
-    """Return `items`, the messages of a request, or raise ApiError (400) if they are not valid."""
+    """Return `items`, or raise ApiError (400) unless it is a list, not empty and not too long."""
     if items is None:
         raise missing("messages", "a list of {role, content}")
     if not isinstance(items, list):
@@ -128,7 +128,7 @@ def _joined(messages: list[Message], items: list[Any]) -> list[Message]:
 
 
 def _check_result(items: list[Any], i: int) -> None:
-    """Raise ApiError (400) if item `i` is a tool result that follows no reply and no result."""
+    """Raise ApiError (400) if item `i` is a tool result that follows no reply or result."""
     if items[i]["role"] != "tool":
         return
     if i == 0 or items[i - 1]["role"] not in ("assistant", "tool"):
@@ -308,7 +308,8 @@ def render_chat(
     """Return the tokens of a chat, followed by those that begin the reply.
 
     A chat that is not in the form of training data is converted by answerable(), unless a published
-    model's template can render it as sent. Raises ApiError (400) if the template refuses it.
+    model's template can render it as sent. Raises ApiError (400) about `field` if the template
+    refuses the chat.
     """
     plain = answerable(conversation)
     try:
@@ -381,8 +382,9 @@ def _dropped_turns(
 ) -> int:
     """Return how many of the oldest turns to drop so that the prompt should fit into `room` tokens.
 
-    `length` is the token count of a prompt with only the last turn, which is never dropped.
-    Exchanges are rendered from the end, each once, and only until one does not fit.
+    `length` is the token count of a prompt with only the system message, if any, and the last turn,
+    which are never dropped. Exchanges are rendered from the end, each once, and only until one does
+    not fit.
     """
     dropped = len(turns) - 1
     while dropped and length <= room:

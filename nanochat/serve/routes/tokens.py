@@ -46,7 +46,10 @@ def tokenize(
 
 
 def _text_tokens(fields: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of the text in the field `prompt`."""
+    """Return the tokens of the text in the field `prompt`.
+
+    Raises ApiError (400) if it is missing or not a text.
+    """
     prompt = fields.get("prompt")
     if prompt is None:
         raise missing("prompt", "a text, or messages")

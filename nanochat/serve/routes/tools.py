@@ -81,7 +81,7 @@ def _standalone(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def read_tools(fields: Mapping[str, Any]) -> Tools:
     """Return the tools of a request, which are empty if the model must not call any.
 
-    Raises ApiError (400) if `tools` or `tool_choice` are not valid.
+    Raises ApiError (400) if `tools` or `tool_choice` is not valid.
     """
     items = fields.get("tools", [])
     if not isinstance(items, list):
@@ -150,7 +150,7 @@ def only_schema(tools: Tools, schema: str | None) -> str | None:
 def _function(item: Any, name: str) -> dict[str, Any]:
     """Check a tool, and return a dict with its name and, if given, description and parameters.
 
-    Raises ApiError (400) about the field `name` if it is not a valid function.
+    Raises ApiError (400) about the field `name` if the tool is not a valid function.
     """
     if not isinstance(item, dict) or item.get("type") != "function":
         form = (
@@ -208,7 +208,7 @@ def written_result(text: str) -> str:
 class CallText:
     """Separates tool calls from the text of a reply as it streams.
 
-    Text that may begin a call is held back.
+    Text that may belong to a call is held back.
     """
 
     def __init__(self, tools: Tools):
@@ -256,7 +256,7 @@ class CallText:
         return 0
 
     def _call(self, text: str) -> dict[str, Any] | None:
-        """Return the call in `text` in OpenAI's format, or None if it is not a valid call."""
+        """Count the call in `text` and return it in OpenAI's format, or return None if invalid."""
         try:
             call = json.loads(text)
         except (ValueError, RecursionError):

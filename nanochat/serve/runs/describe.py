@@ -46,9 +46,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Tail:
-    """The end of a metrics.jsonl: its last step, and the last value of every figure.
+    """The end of a metrics.jsonl: its last step, and the last value of every figure in it.
 
-    `pace` is the mean duration of recent steps in seconds, or None if unknown.
+    `step` is 0 if the end has no valid line. `pace` is the mean duration of recent steps in
+    seconds, or None if unknown.
     """
 
     step: int
@@ -180,7 +181,7 @@ class Describer:
 
 
 def _plain(value: Any) -> str | float | None:
-    """Return a text, cut off after LONGEST_FACT characters, or a number from 0 to below 2**53.
+    """Return `value` if it is a number from 0 to below 2**53, or a text, cut off if it is long.
 
     Returns None for any other value.
     """

@@ -51,10 +51,10 @@ class Runs:
         self._thread.shutdown(wait=False)
 
     async def data(self, request: Request) -> Response:
-        """Answer GET /runs/data?shown=KEY.EDITION.ROWS,... with the runs and their new figures.
+        """Answer GET /runs/data?shown=KEY.EDITION.ROWS,... with the list of runs and new figures.
 
-        The body lists the runs, and for each run in `shown` the rows that a reader with the first
-        ROWS rows of EDITION needs. If the request has the answer's ETag in If-None-Match, the
+        For each readable run in `shown`, the body has the rows that a reader with the first ROWS
+        rows of EDITION needs. If the request has the answer's ETag in If-None-Match, the
         status is 304, and there is no body.
         """
         shown = _shown_runs(request.query_params.get("shown", ""))

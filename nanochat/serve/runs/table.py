@@ -1,4 +1,4 @@
-"""Keeps the figures of a run in a bounded number of rows, however long the run is."""
+"""Keeps the figures of a run, such as its loss, in a bounded number of rows."""
 
 import secrets
 from collections.abc import Mapping

@@ -231,7 +231,10 @@ def _call_message(
     name: str,
     call_ids: set[str],
 ) -> dict[str, Any]:
-    """Return a call as an assistant message, adding the call's ID to `call_ids`."""
+    """Return a call as an assistant message, adding the call's ID to `call_ids`.
+
+    Raises ApiError (400) if the call is malformed.
+    """
     values = [item.get(key) for key in ("call_id", "name", "arguments")]
     if not all(isinstance(value, str) for value in values):
         form = "{type: function_call, call_id, name, arguments}"
