@@ -106,7 +106,7 @@ def _existing_step(folder: Path, step: int | None) -> int:
 
 
 def _stage_of(folder: Path) -> str:
-    """Return our name for the stage of an upstream folder, which the name of its parent tells.
+    """Return our name for the stage of an upstream folder, taken from the name of its parent.
 
     Raises UserError (exit code 2) if the parent is not named after a stage.
     """
