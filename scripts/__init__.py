@@ -1,4 +1,4 @@
-"""The stages, each launched as `python -m scripts.NAME` or `torchrun -m scripts.NAME -- FLAGS`."""
+"""The programs, each run as `python -m scripts.NAME` or `torchrun -m scripts.NAME -- FLAGS`."""
 
 import os
 

@@ -259,7 +259,7 @@ def note_ending(
 
 
 def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
-    """Answer a question as reply() does, with a reply from the server."""
+    """Do and return the same as reply(), with a reply that the server generates."""
     messages = [*chat.messages, user(question)]
     settings = {"seed": chat.sampling.seed + chat.replies}
     for name, value in chat.settings.items():
@@ -315,7 +315,7 @@ def command(chat: Chat, line: str) -> bool:
 def use_file(chat: Chat, name: str, argument: str) -> None:
     """Save the chat to a file ("/save"), or load a chat from a file to continue it ("/load").
 
-    Raises UserError if the path is missing or cannot be used.
+    Raises UserError if no path is given, or if the path cannot be used.
     """
     texts = TEXTS[chat.lang]
     if not argument:
@@ -357,7 +357,7 @@ def set_number(chat: Chat, name: str, argument: str) -> None:
 
 
 def converse(chat: Chat) -> None:
-    """Answer typed lines, and carry out typed commands, until /quit or the end of input."""
+    """Answer typed lines and carry out typed commands, until /quit, /exit or the end of input."""
     path = base_dir() / "chat_history"
     with history(path) as problem, keyboard() as ask:
         if problem:

@@ -158,7 +158,7 @@ class Listener:
     def hear(self, i: int, parts: list[Part], grade: float) -> None:
         """Receive the reply to problem `i` and its grade.
 
-        The first SAMPLES replies are kept, and the first `show` wrong ones are logged.
+        The first 6 replies (SAMPLES) are kept, and the first `show` wrong ones are logged.
         """
         is_sample = len(self.samples) < SAMPLES
         is_shown = self.show > 0 and grade < 1
@@ -198,7 +198,7 @@ def figures(
     seconds: float,
     samples: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return a dict of the figures of a task, for the report."""
+    """Return a dict with the scores, counts, time and samples of a task, for the report."""
     groups = {}
     for name, (right, total) in by_group(task, score).items():
         groups[name] = {"right": right, "total": total}
@@ -217,7 +217,7 @@ def figures(
 
 
 def settings(cfg: Config, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the settings on which the figures depend, besides the model and the tasks' data."""
+    """Return the settings on which a task's scores depend, besides the model and the data."""
     return {
         "temperature": cfg.temperature,
         "top_k": cfg.top_k,
@@ -337,7 +337,7 @@ def measure(
 
 
 def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
-    """Evaluate the tasks one by one, add their figures to the report, and return the scores.
+    """Evaluate the tasks one by one, add them to the report, and return their scores by name.
 
     Raises UserError at the end if some of the tasks could not be evaluated.
     """

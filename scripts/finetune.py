@@ -222,7 +222,7 @@ def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
 def pass_loss(
     preference: PreferenceLoss | None, model: nn.Module, *tensors: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed loss of a pass (), and the sums of its preference figures (F,) or None.
+    """Return the summed loss () of a pass, and the sums (F,) of its preference figures or None.
 
     `tensors` are the inputs and targets of packed rows, then the other tensors of the rows.
     """

@@ -152,7 +152,7 @@ Row = dict[str, float | str]
 def train(cfg: Config) -> list[Row]:
     """Print a table of bytes per token, write it to the report, and return its rows.
 
-    The table has one row per kind of text and one column per vocabulary.
+    The table has a row for each kind of text, and a column of ratios for each vocabulary.
     """
     data = resolve_data(cfg.data)
     tokenizer = Tokenizer.load(tokenizer_dir(data.vocabulary))

@@ -120,7 +120,7 @@ def train(cfg: Config) -> Tokenizer:
 
 
 def _check(cfg: Config) -> None:
-    """Raise UserError (exit code 2) if the value of a flag is out of range."""
+    """Raise UserError (exit code 2) if a number is out of range or the pattern is unknown."""
     for name in ("max_chars", "doc_cap"):
         value = getattr(cfg, name)
         if value <= 0:

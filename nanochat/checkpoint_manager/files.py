@@ -165,8 +165,8 @@ def prune(folder: Path, keep: int, newest: int) -> None:
 def set_aside(folder: Path, after: int) -> Path | None:
     """Move all steps later than `after` to a new subfolder, and return the subfolder's path.
 
-    Returns None if there are no such steps. The files of metrics and samples are copied there, too.
-    Without the move, a run restarted from `after` would later resume from one of these steps.
+    Returns None if there are no such steps. metrics.jsonl and samples.jsonl are copied there, too.
+    Without the move, a run restarted from `after` could later resume from one of these steps.
     """
     later_steps = [step for step in steps(folder) if step > after]
     if not later_steps:
@@ -218,8 +218,8 @@ class _Seal:
 def verify(folder: Path, training: bool = True) -> str:
     """Return what is wrong with the step in a folder, or "" if the step is undamaged.
 
-    All files that meta.json lists must match their sizes and hashes there. If `training` is false,
-    the optimizer files are not checked.
+    Every file that meta.json lists must have the size and hash recorded there. If `training` is
+    false, the optimizer files are not checked.
     """
     try:
         meta = read_json(folder / "meta.json")
@@ -332,8 +332,8 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
 def weights_hash(meta: dict[str, Any]) -> str:
     """Return a hash of a step's parameters, from the content of the step's meta.json.
 
-    This is the recorded hash of the parameter file or, if there are several, the SHA-256 of their
-    names and hashes.
+    This is the recorded hash of the parameter file or, if there are several, the SHA-256 of the
+    names and hashes of these files and their index.
     """
     files = meta["files"]
     if INDEX not in files:

@@ -224,8 +224,8 @@ class Parent:
 def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
     """Return the checkpoint of stage `stage` that the next stage starts from.
 
-    A `tag` of None is chosen by find(), and a `step` of None is the newest step. Raises UserError
-    if there is no such checkpoint, or if `step` is None and the run is not finished (exit code 2).
+    If `tag` is None, find() chooses it; if `step` is None, it is the newest step. Raises UserError
+    (exit code 2) if there is no such checkpoint, or if `step` is None and the run is not finished.
     """
     _, folder = find(stage, tag)
     newest = latest_step(folder)

@@ -1,4 +1,4 @@
-"""Refuses to resume a run with settings, data or code other than those it started with."""
+"""Refuses to resume a run whose settings, data or code differ from its checkpoint's."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
@@ -45,7 +45,7 @@ CODE = ("code", "other_code")
 
 
 def free_flags(config: type[Any]) -> frozenset[str]:
-    """Return the names of the flags that do not change what is learned: those of type Free[...]."""
+    """Return the names of a config's Free[...] flags, which do not change what is learned."""
     return frozenset(flag.name for flag in flags_of(config) if FREE in flag.marks)
 
 
@@ -221,9 +221,9 @@ def _instead(meta: Mapping[str, Any]) -> str:
 def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: Compute) -> None:
     """Raise UserError if the code has changed since the checkpoint was written.
 
-    If the change is `accepted`, or if torch, the device or the number format has changed, there is
-    only a warning that the run will not repeat bit for bit. All files that this process or the
-    earlier one has loaded are compared, so an added, removed or renamed file is a change. A
+    If the change is `accepted`, or if only torch, the device or the number format has changed,
+    there is just a warning that the run will not repeat bit for bit. All files that this process or
+    the earlier one has loaded are compared, so an added, removed or renamed file is a change. A
     finished run is not checked, nor is code whose hashes the checkpoint lacks.
     """
     if meta["step"] >= meta["steps"]:

@@ -148,7 +148,7 @@ def write_step(step: Step, state: RankState, compute: Compute, group: Any = None
 
 @contextlib.contextmanager
 def _together(temporary: Path, compute: Compute, group: Any) -> Iterator[None]:
-    """Raise OSError on every rank if any rank raises it inside this block.
+    """Raise OSError on every rank if any rank raises it inside the `with` block.
 
     Without this, the other ranks would wait for that rank forever. After an error, rank 0 also
     removes the temporary folder, to free a full disk.

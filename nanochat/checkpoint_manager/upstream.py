@@ -63,8 +63,8 @@ def read_step(folder: Path, step: int | None, tokenizer: Path | None) -> Upstrea
     """Read and return one step of an upstream folder such as `base_checkpoints/d20`.
 
     If `step` is None, it is the newest one. `tokenizer` is the folder of tokenizer.pkl, by default
-    `tokenizer` next to `base_checkpoints`. Raises UserError if a file is missing or the stage is
-    unknown (exit code 2), if a file is damaged, or if the checkpoint is too old.
+    `tokenizer` next to the parent of `folder`. Raises UserError if a file is missing or the stage
+    is unknown (exit code 2), if a file is damaged, or if the checkpoint is too old.
     """
     step = _existing_step(folder, step)
     folder_path = folder.resolve()
@@ -106,7 +106,7 @@ def _existing_step(folder: Path, step: int | None) -> int:
 
 
 def _stage_of(folder: Path) -> str:
-    """Return our name for the stage after which an upstream folder's parent is named.
+    """Return our name for the stage of an upstream folder, taken from the name of its parent.
 
     Raises UserError (exit code 2) if the parent is not named after a stage.
     """

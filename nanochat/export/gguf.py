@@ -32,7 +32,7 @@ Value = Scalar | Sequence[str] | Sequence[bool] | Sequence[int]
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to write to a GGUF file; `compute` is called only when it is about to be written."""
+    """A tensor to write to a GGUF file; `compute` returns its values just before the write."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,4 +1,7 @@
-"""Describes a tokenizer and a chat template to llama.cpp, if it can split text in the same way."""
+"""Describes a tokenizer and a chat template to llama.cpp.
+
+Tokenizers that split text in a way that llama.cpp does not support are refused.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -37,7 +37,7 @@ def clean(
     drop_contaminated: bool,
     processes: int | None = None,
 ) -> dict[str, Any]:
-    """Screen a corpus, record which documents are left out, and return a summary of the counts.
+    """Screen a corpus, record which documents are left out, and return a dict with the counts.
 
     The record is the entry `dropped` of corpus.json and a list for each shard. With `dedup`,
     documents that nearly equal an earlier one are left out; validation documents count as earlier
@@ -45,8 +45,8 @@ def clean(
     left out.
 
     Raises UserError if a shard is damaged. Raises UserError (exit code 2) if the folder of
-    evaluations cannot be used, or if this call leaves out documents but does not repeat a reason
-    for which an earlier call left out others.
+    evaluations cannot be used, or if this call leaves out documents but would restore others that
+    an earlier call left out with `dedup` or `drop_contaminated`.
     """
     if dedup or drop_contaminated:
         earlier = read_about(corpus.folder).get(DROPPED, {})

@@ -96,9 +96,9 @@ def conversation_lengths(
 ) -> np.ndarray:  # int64
     """Return the length in tokens of every training and validation conversation of a stage.
 
-    If `together` is above 1, each entry is the total length of that many consecutive conversations,
-    such as the two of a pair. The tokens are saved, so dataloader.chat_rows() does not tokenise the
-    conversations again.
+    Begin marks are not counted. If `together` is above 1, each entry is the total length of that
+    many consecutive conversations, such as the two of a pair. The tokens are saved, so
+    dataloader.chat_rows() does not tokenise the conversations again.
     """
     key = conversations.key
     lengths = []

@@ -60,7 +60,7 @@ class _Pool:
         return piece
 
     def take_head(self, length: int) -> int:
-        """Remove the first `length` tokens of the longest piece, and return the index of the first.
+        """Remove the first `length` tokens of the longest piece, and return where they start.
 
         The rest of the piece goes back into the pool.
         """
@@ -154,7 +154,7 @@ def cut_at(
     end: int,
     room: int,
 ) -> list[tuple[int, int]]:
-    """Cut a conversation of `end` tokens into (start, length) pieces of at most `room` tokens.
+    """Cut a conversation of `end` tokens, and return the (start, length) of each piece.
 
     A piece runs from one of `borders` (ascending, the first is 0) to the last border, or the end,
     within `room` tokens. If the next border is further away, the piece has only `room` tokens, and

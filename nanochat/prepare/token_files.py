@@ -294,7 +294,7 @@ def damaged(
     hashes: Mapping[str, str],
     again: bool = False,
 ) -> dict[str, str]:
-    """Check files against `hashes` (name -> SHA-256), and return a dict: damaged name -> reason.
+    """Check files against `hashes` (name -> SHA-256); return a dict, damaged file's name -> reason.
 
     Unless `again` is set, files that have passed a check and kept their size and modification time
     are not hashed again. A read-only folder cannot record checks, so all its files are hashed if
@@ -349,7 +349,7 @@ def _unchecked(folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
 
 
 def _hash(folder: Path, hashes: Mapping[str, str]) -> tuple[dict[str, str], dict[str, list]]:
-    """Hash files; return two dicts: damaged name -> reason, intact name -> checked.json entry."""
+    """Hash files; return {name: reason} for damaged, {name: checked.json entry} for intact ones."""
     states = {name: _state(folder / name) for name in hashes}
     size = sum(state[0] for state in states.values())
     bar = None

@@ -57,7 +57,7 @@ class Run:
 
 
 def load_run(word: str) -> Run:
-    """Load the run that the command-line argument `word` names as PATH or NAME=PATH.
+    """Return the run that the command-line argument `word` names as PATH or NAME=PATH.
 
     The path is a report.json, a folder that holds one, or a base folder. Raises UserError (exit
     code 2) if there is no report, or if it is not a report of this version.

@@ -108,7 +108,7 @@ def _plain(data: Mapping[str, Any]) -> list[str]:
 def _scores(tasks: Mapping[str, dict[str, Any]]) -> list[str]:
     """Return the lines of a table of task scores, then of each task's groups with wrong answers.
 
-    Groups are listed only for tasks with 2 to MAX_GROUPS of them.
+    Groups are listed only for tasks with 2 to 30 of them (MAX_GROUPS).
     """
     rows = []
     for name, score in tasks.items():

@@ -145,8 +145,8 @@ def sections_of_run(sections: Sections, newest: str) -> dict[str, dict[str, Any]
 
     Sections of other tags or corpora are left out, since they describe a model that has been
     replaced. Each training section names its parent stage and tag, which gives the tags of the
-    stages before and after `newest`; all other stages must have its tag. A stage that names no
-    corpus uses that of its parent. The tokenizer is left out if all stages used other corpora. A
+    stages before and after `newest`; all other stages must have its tag. A stage without --data
+    must have its parent's corpus. The tokenizer is left out if all stages used other corpora. A
     fine-tuned published model has only the sections of its own stage.
     """
     newest_tag = sections[newest]["tag"]
@@ -201,7 +201,7 @@ def _tags(sections: Sections, newest: str) -> dict[str, str]:
 def _without_other_corpora(sections: Sections) -> dict[str, dict[str, Any]]:
     """Return the sections, without stages that should have their parent's corpus but do not.
 
-    A stage that started from such a stage is also left out.
+    A stage whose parent is left out is left out too.
     """
     remaining = dict(sections)
     dropped: set[str] = set()

@@ -86,9 +86,9 @@ def table(sections: Sections) -> Table:
 
 
 def _add_validation(rows: Table, sections: Sections) -> None:
-    """Add to `rows` the last validation result of each stage that has one.
+    """Add to `rows` each stage's last validation results: bits per byte, or preferences followed.
 
-    Each stage has a row of its own, because the validation texts differ.
+    Each stage has rows of its own, because the validation texts differ.
     """
     for stage, text in VALIDATION_TEXTS.items():
         section = sections.get(f"{stage}_train", {})

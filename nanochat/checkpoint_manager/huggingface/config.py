@@ -195,7 +195,7 @@ def _layers(text: Mapping[str, Any]) -> str:
 
 
 def published(shape: QwenConfig) -> dict[str, Any]:
-    """Return the config.json that a publisher would write for this shape, as a dict.
+    """Return the config.json that a publisher would write for a model of this shape, as a dict.
 
     read_config() can read it back.
     """

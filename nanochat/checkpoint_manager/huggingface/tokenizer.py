@@ -174,14 +174,14 @@ class FolderTokenizer:
         return spellings
 
     def named(self, name: str) -> int | None:
-        """Return the publisher's token called `name`, such as eos_token, or None without one."""
+        """Return the publisher's token called `name`, such as eos_token, or None if it has none."""
         return self._added.get(self._names.get(name, ""))
 
     def _read_stops(self) -> frozenset[int]:
         """Return the tokens that end a reply, according to the publisher.
 
-        They are the eos tokens of generation_config.json and tokenizer_config.json, and <|im_end|>.
-        Raises UserError if there are none.
+        They are the eos tokens of generation_config.json and tokenizer_config.json, and <|im_end|>
+        if it is a special token. Raises UserError if there are none.
         """
         listed = self._read_object("generation_config.json").get("eos_token_id", [])
         if not isinstance(listed, list):
@@ -235,7 +235,8 @@ class FolderTokenizer:
     def takes_system(self) -> bool:
         """Whether the chat template supports system messages.
 
-        It does not if it fails on them, drops them, or merges them into the user's turn.
+        It does not if it fails on them, drops them, or merges them into the user's turn with a
+        blank line between.
         """
         question = _message("user", "Q")
         merged = _message("user", "S\n\nQ")
@@ -364,9 +365,9 @@ class FolderTokenizer:
         return re.sub(f"{OPEN}(\\d+){CLOSE}", spelling, text)
 
     def _pieces(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Cut a rendered text at special tokens and at BEGIN and END.
+        """Yield each piece of a rendered text, and whether the piece is a mark.
 
-        Yields each piece, and whether it is one of these marks.
+        The marks are special tokens, BEGIN and END. The texts between them are the other pieces.
         """
         end = 0
         for match in re.finditer(f"{self._split.pattern}|{BEGIN}|{END}", text):
@@ -378,7 +379,7 @@ class FolderTokenizer:
             yield text[end:], False
 
     def _piece_tokens(self, piece: str, is_mark: bool) -> list[int]:
-        """Return the tokens of a piece: a single special token if `is_mark`, else ordinary text."""
+        """Return the tokens of a piece: of a special token if `is_mark`, else of ordinary text."""
         return [self._specials[piece]] if is_mark else self.encode(self._original(piece))
 
     def render(self, conversation: Conversation) -> Rendered:

@@ -38,7 +38,7 @@ class Saver:
     ):
         """Prepare to save.
 
-        After each save, the thread calls `ended` with the cost of the save in seconds. This is its
+        After each save, the thread calls `ended` with the cost of the save in seconds: the save's
         whole duration if training waited for all of it, or if the device is the host, whose
         processors both train and save. Otherwise the cost is the time for which training waited,
         but at least 1/30 of the duration: meter.SaveClock waits 30 times the cost, so the disk is

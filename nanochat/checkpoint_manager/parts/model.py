@@ -60,7 +60,8 @@ def _writers(shards: Shards) -> list[int]:
 def write_rows(folder: Path, shards: Shards, compute: Compute) -> Seals:
     """Write this rank's rows to a file, and return the hash and size of each file written, by name.
 
-    Rank 0 also writes the index of all files. A rank without rows writes nothing.
+    Rank 0 also writes the index of all files. A rank that holds no rows of rank 0's copy of the
+    model writes nothing, and returns {}.
     """
     writers = _writers(shards)
     file_names = {}
@@ -102,9 +103,9 @@ def write_whole(
 ) -> Seals:
     """Write all parameters to a single file on rank 0, and return its hash and size, by file name.
 
-    The other ranks send their rows, and return {}. `prefix` begins every name in the file, and
-    `facts` are its metadata. Rank 0 receives the rows of one rank and one parameter at a time.
-    Raises OSError on rank 0 if the disk refuses a write.
+    The other ranks send the rows that rank 0 lacks, and return {}. `prefix` begins every name in
+    the file, and `facts` are its metadata. Rank 0 receives the rows of one rank and one parameter
+    at a time. Raises OSError on rank 0 if the disk refuses a write.
     """
     file: TensorFile | None = None
     failure: OSError | None = None
@@ -130,7 +131,7 @@ def write_whole(
 
 
 def _gathered_rows(shard: ParameterShard, compute: Compute, group: Any) -> Iterator[Tensor]:
-    """Yield a parameter's rows on rank 0, rank by rank. Other ranks only send their rows."""
+    """Yield a parameter's rows on rank 0, rank by rank. Other owners send theirs and yield none."""
     for owner, row_count in shard.owners:
         if not row_count:
             continue
@@ -195,7 +196,7 @@ def read_parameters(folder: Path) -> Mapping[str, Rows]:
 def _read_all_files(folder: Path) -> dict[str, Rows]:
     """Return the parameters of a step that has one file per rank.
 
-    Raises UserError if the index or a file is missing or damaged.
+    Raises UserError if the index is damaged, or if a file is missing or damaged.
     """
     try:
         places = read_index(folder)
@@ -222,8 +223,8 @@ def _joined(
 ) -> Rows:
     """Return a parameter joined from its pieces.
 
-    Raises ValueError if the files do not hold the rows that the index names, or if the pieces
-    differ in number format or in the shape of a row.
+    Raises ValueError if a file lacks the parameter, or if several pieces hold other rows than the
+    index names, or differ in number format or in the shape of a row.
     """
     tensors = []
     for piece in pieces:
