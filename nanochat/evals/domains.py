@@ -88,7 +88,7 @@ def _domain_rows(
     tokens: int,
     row_length: int,
 ) -> list[tuple[str, PromptRow]]:
-    """Return (domain, row) pairs of the first validation documents, about `tokens` tokens."""
+    """Return (domain, row) pairs for about the first `tokens` tokens of the validation split."""
     rows: list[tuple[str, PromptRow]] = []
     tokens_read = 0
     for name, text in _documents(data):

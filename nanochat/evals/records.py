@@ -50,7 +50,7 @@ class Records:
         about: Fields,
         compute: Compute,
     ):
-        """Prepare the file of a task in `folder`.
+        """Prepare to write the file of a task to `folder`.
 
         `about` describes everything that the answers depend on: the model, settings and data.
         """
