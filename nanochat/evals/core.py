@@ -254,8 +254,8 @@ def _check_task(task: IclTask, place: str) -> None:
 def read_problems(task: IclTask, limit: int | None = None) -> list[dict[str, Any]]:
     """Shuffle a task's problems as upstream does, and return the first `limit` (None: all).
 
-    Raises UserError if a problem is malformed, or if there are too few to show
-    `task.shots` others before each.
+    Raises UserError if a problem is malformed, or if there are too few to show `task.shots`
+    others before each.
     """
     problems = []
     with open(task.path, "rb") as file:
@@ -432,9 +432,9 @@ def evaluate_task(
 ) -> TaskScore:
     """Return an unsharded model's score on the first `limit` problems of a task, over all ranks.
 
-    The ranks divide the problems. If `records` holds the score of an earlier evaluation with the
-    same model, settings and data on every rank, that score is returned. Raises UserError on every
-    rank if any rank finds malformed problems, too few problems or a loss that is not finite.
+    The ranks divide the problems. If `records` holds, on every rank, the score of an earlier
+    evaluation with the same model, settings and data, that score is returned. Raises UserError on
+    every rank if any rank finds malformed problems, too few problems or a loss that is not finite.
     """
     if records:
         saved_score = records.saved_score()

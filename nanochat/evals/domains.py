@@ -39,7 +39,7 @@ READ_CHARACTERS = 2_000  # the number of characters at the beginning that decide
 
 
 def domain(text: str) -> str:
-    """Return "sums", "other", or the language or script of most letters at the beginning of a text.
+    """Return "sums", "other", or the language or script that prevails at the beginning of a text.
 
     A text is "sums" if many of its characters are digits and arithmetic signs. A Chinese character
     counts three times, because it carries about as much meaning as three Latin letters. If kana

@@ -248,8 +248,8 @@ def _losses(
 ) -> Tensor:
     """Return all scored tokens' losses, in the order of `inputs` and their rows.
 
-    They are in float64 on the host. With `greedy`, they are the results of _misses(), else
-    nats. Raises UserError if a loss is not finite.
+    They are in float64 on the host. With `greedy`, they are the results of _misses(), else nats.
+    Raises UserError if a loss is not finite.
     """
     states = branches.hidden(
         [model_input.tokens for model_input in inputs], prefix_lengths

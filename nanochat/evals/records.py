@@ -14,7 +14,7 @@ Fields = Mapping[str, Any]  # of a JSON object
 
 
 def records_dir(stage: str, tag: str, step: int) -> Path:
-    """Return the folder for records of the checkpoint of `stage` and `tag` at step `step`."""
+    """Return the folder for the records of a checkpoint, given its stage, tag and step."""
     return base_dir() / "records" / f"{stage}-{tag}-{step:06d}"
 
 

@@ -121,7 +121,7 @@ class Sampling:
             )
 
     def _check_lists(self) -> None:
-        """Raise UserError (exit code 2) if a list, a stop string or a bias is outside its limits."""
+        """Raise UserError (exit code 2) if a list, stop string or bias is outside its limits."""
         for name, limit in LONGEST_LISTS:
             entries = len(getattr(self, name))
             if entries > limit:

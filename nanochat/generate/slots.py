@@ -60,7 +60,7 @@ class Request:
 
     @property
     def prefilling(self) -> bool:
-        """True if prompt tokens are still to be read, not counting the last.
+        """Whether any prompt tokens but the last are still to be read.
 
         The last prompt token is left to the first decoding pass.
         """

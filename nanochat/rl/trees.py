@@ -66,7 +66,7 @@ class Sample:
 
 
 def over_trees(requested: bool | None, model: Model, compute: Compute) -> bool:
-    """Return whether to sample replies and train on them as trees.
+    """Return whether to sample and train on replies as trees.
 
     If `requested` is None, the platform decides, provided that the model can read trees. Raises
     UserError (exit code 2) if trees are requested and the model cannot read them.
@@ -141,7 +141,7 @@ class GrowingTree:
         return child
 
     def pruned(self) -> "GrowingTree":
-        """Return a copy that keeps only targets with a nonzero weight and the tokens that they need."""
+        """Return a copy with only those targets whose weight is not 0, and the tokens they need."""
         targets = {
             target: sums for target, sums in self.targets.items() if abs(sums.weight) > NOTHING
         }
