@@ -3,7 +3,7 @@
 The ranks divide the work of an evaluation, and each of them returns the scores over all ranks. Read
 the files in this order:
 
-- loss.py: measures bits per byte; domains.py splits them by language.
+- loss.py: measures bits per byte; domains.py does so by language and domain.
 - likelihood.py: measures how likely a model finds continuations of prompts. branches.py makes the
   model read a shared prefix only once. core.py (CORE) and choices.py (multiple choice) use both.
 - chat.py: evaluates chat tasks, by the logits of letters or by grading written replies.

@@ -94,8 +94,8 @@ def evaluate(
 
     `on_reply` is called with every written reply of this rank, and `on_record` with a record of
     every answer. With `graphs`, decoding steps are captured and replayed. Raises UserError on every
-    rank if there is nothing to evaluate (exit code 2), or if any rank finds a malformed problem,
-    and signals.Stopped if any rank is asked to stop.
+    rank if there is no problem or if `samples` or `batch_size` is less than 1 (exit code 2), or if
+    any rank finds a malformed problem. Raises signals.Stopped if any rank is asked to stop.
     """
     total = len(task) if limit is None else min(limit, len(task))
     if min(total, samples, batch_size) < 1:
@@ -348,7 +348,7 @@ def generate_and_judge(
     """Return `samples` replies to each prompt, in the order of the prompts, and their judgements.
 
     `judge` is called once for each distinct reply object, with the index of the prompt and the
-    reply's tokens, in a thread of its own while other replies are still being written. `on_reply`
+    reply's tokens, in a separate thread while other replies are still being written. `on_reply`
     is called after every reply.
     """
     by_reply: dict[int, Future[Judgement]] = {}

@@ -254,8 +254,8 @@ def _check_task(task: IclTask, place: str) -> None:
 def read_problems(task: IclTask, limit: int | None = None) -> list[dict[str, Any]]:
     """Shuffle a task's problems as upstream does, and return the first `limit` (None: all).
 
-    Raises UserError if a problem is malformed, or unless there are more problems than few-shot
-    examples.
+    Raises UserError if a problem is malformed, or if there are too few to show `task.shots`
+    others before each.
     """
     problems = []
     with open(task.path, "rb") as file:
@@ -432,9 +432,9 @@ def evaluate_task(
 ) -> TaskScore:
     """Return an unsharded model's score on the first `limit` problems of a task, over all ranks.
 
-    The ranks divide the problems. If `records` holds the score of an earlier evaluation with the
-    same model, settings and data on every rank, that score is returned. Raises UserError on every
-    rank if any rank finds malformed problems, too few problems or a loss that is not finite.
+    The ranks divide the problems. If `records` holds, on every rank, the score of an earlier
+    evaluation with the same model, settings and data, that score is returned. Raises UserError on
+    every rank if any rank finds malformed problems, too few problems or a loss that is not finite.
     """
     if records:
         saved_score = records.saved_score()
@@ -473,7 +473,8 @@ def evaluate_core(
 
     Each score is logged. `tokens_per_batch` limits the positions in a forward pass, padding
     included, unless one problem needs more. `records` returns the Records for a task's answers. A
-    task whose evaluation raises UserError is left out with a warning, unless all tasks raise it.
+    task whose evaluation raises UserError is left out with a warning, and CORE is then None. If all
+    tasks raise it, so does this function.
     """
     scores: list[TaskScore] = []
     broken: list[str] = []

@@ -39,7 +39,7 @@ READ_CHARACTERS = 2_000  # the number of characters at the beginning that decide
 
 
 def domain(text: str) -> str:
-    """Return "sums", "other", or the language or script of most letters at the beginning of a text.
+    """Return "sums", "other", or the language or script that prevails at the beginning of a text.
 
     A text is "sums" if many of its characters are digits and arithmetic signs. A Chinese character
     counts three times, because it carries about as much meaning as three Latin letters. If kana
@@ -88,7 +88,7 @@ def _domain_rows(
     tokens: int,
     row_length: int,
 ) -> list[tuple[str, PromptRow]]:
-    """Return (domain, row) pairs of the first validation documents, about `tokens` tokens."""
+    """Return (domain, row) pairs for about the first `tokens` tokens of the validation split."""
     rows: list[tuple[str, PromptRow]] = []
     tokens_read = 0
     for name, text in _documents(data):

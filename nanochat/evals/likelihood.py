@@ -246,10 +246,10 @@ def _losses(
     rows: Sequence[PromptRow],
     greedy: bool,
 ) -> Tensor:
-    """Return the losses of all scored tokens, row after row, in float64 on the host.
+    """Return all scored tokens' losses, in the order of `inputs` and their rows.
 
-    With `greedy`, these are the results of _misses(), else nats. Raises UserError if a loss is not
-    finite.
+    They are in float64 on the host. With `greedy`, they are the results of _misses(), else nats.
+    Raises UserError if a loss is not finite.
     """
     states = branches.hidden(
         [model_input.tokens for model_input in inputs], prefix_lengths

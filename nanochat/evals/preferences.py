@@ -28,9 +28,9 @@ class PreferenceLoss:
     """The loss of DPO (arXiv 2305.18290), which for each pair is -log sigmoid(margin) by default.
 
     The margin of a pair is beta * (log(p / p_ref) of the preferred answer - log(p / p_ref) of the
-    rejected one), where p_ref is the probability under the model before training. A row holds both
-    answers of a pair, so one forward pass gives the losses of all their tokens. The gradient of
-    DPO's loss is therefore a weight for each token's loss, which model(..., "none") applies in
+    rejected one), where p_ref is the probability under the model before training. Both answers
+    of a pair are in one row, so one forward pass gives the losses of all their tokens. DPO's
+    gradient needs only a weight for each of these losses, which model(..., "none") applies in
     chunks, so that the logits never exist all at once.
     """
 

@@ -14,7 +14,7 @@ Fields = Mapping[str, Any]  # of a JSON object
 
 
 def records_dir(stage: str, tag: str, step: int) -> Path:
-    """Return the folder for records of the checkpoint of `stage` and `tag` at step `step`."""
+    """Return the folder for the records of a checkpoint, given its stage, tag and step."""
     return base_dir() / "records" / f"{stage}-{tag}-{step:06d}"
 
 
@@ -50,7 +50,7 @@ class Records:
         about: Fields,
         compute: Compute,
     ):
-        """Prepare the file of a task in `folder`.
+        """Prepare to write the file of a task to `folder`.
 
         `about` describes everything that the answers depend on: the model, settings and data.
         """

@@ -140,7 +140,7 @@ def become_nobody() -> None:
 
 
 def enter_namespaces() -> bool:
-    """Enter new namespaces, and return whether that took a new user namespace.
+    """Enter new namespaces, and return whether they include a user namespace.
 
     They separate the program from the host's mounts, processes, network and host name. In a user
     namespace, the program is root only in name. Its limits are those of the user who created the
@@ -378,8 +378,8 @@ def main(
 ) -> None:
     """Fork into the supervisor and the process of the program, which is read from standard input.
 
-    The supervisor exits with the verdict. The program's process returns only if the program reaches
-    its end.
+    The supervisor exits with supervise()'s code. The program's process returns only if the program
+    reaches its end.
     """
     die_with_parent()
     if os.getppid() != parent:

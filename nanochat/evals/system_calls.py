@@ -103,9 +103,9 @@ ZERO = {"prlimit64": (302, 261)}
 def filter_for(machine: str = platform.machine()) -> Mapping[str, Any]:
     """Return a machine's system-call filter, as the arguments of sandbox_child.refuse_calls().
 
-    They are the architecture, the numbers of calls to deny, and the numbers of calls that are
-    allowed only if their first argument is the program's own process ID, or 0. Raises UserError if
-    this file does not list the machine's calls.
+    They are the architecture and the numbers of three groups of calls: those to deny, those whose
+    first argument must be the program's own process ID, and those whose first argument must be 0.
+    Raises UserError if this file does not list the machine's calls.
     """
     if machine not in ARCHITECTURES:
         raise UserError(

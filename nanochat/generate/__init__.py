@@ -1,6 +1,6 @@
 """The parts of the engine, listed in the order in which to read them alongside engine.py.
 
-slots.py     a request, its slot of the cache, and the cached tokens that it can reuse
+slots.py     a request, its slot in the cache, and the cached tokens that it can reuse
 passes.py    runs new tokens through the model, and computes the scores of prompts;
              graphs.py replays decoding passes
 sampling.py  the settings of a request, and the choice of tokens by them;

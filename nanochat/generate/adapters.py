@@ -93,7 +93,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def rows(self, numbers: Sequence[int], fixed: bool = False) -> Iterator[None]:
-        """Return a context in which row i of every pass has the adapter with index numbers[i].
+        """Return a context manager that gives row i of every pass the adapter `numbers[i]`.
 
         With `fixed`, which graphs need, all passes of single tokens with the same number of rows
         run the same operators on the same memory, whichever adapters the rows have.
@@ -123,7 +123,7 @@ class Adapters:
         return self._rows
 
     def _rows_of(self, numbers: tuple[int, ...]) -> _Rows:
-        """Return the adapters with these indices in the forms that a pass needs, on the device."""
+        """Return the _Rows of a pass whose rows have these adapter indices, on the device."""
         index = torch.tensor(numbers)
         owners = torch.arange(self._count).repeat_interleave(self._rank)
         mask = (index[:, None] == owners).to(self._dtype)

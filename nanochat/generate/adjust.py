@@ -128,7 +128,7 @@ def _penalise(logits: Tensor, histories: Mapping[int, History]) -> None:
 
 
 def _add_biases(logits: Tensor, histories: Mapping[int, History]) -> None:
-    """Add each row's biases to its logits, including -inf for tokens that may not end it yet."""
+    """Add each row's biases to its logits, including -inf for tokens that may not end the reply."""
     V = logits.size(1)
     positions = []
     biases = []
@@ -160,7 +160,7 @@ def allowed_rows(
     vocabulary: int,
     device: torch.device,
 ) -> Tensor:  # (n, V) bool
-    """Return the bits that Grammar.allowed() gives for each row as one boolean per token."""
+    """Return the masks of Grammar.allowed(), one per row, unpacked to one boolean per token."""
     joined = bytearray(b"".join(masks))
     packed = torch.frombuffer(joined, dtype=torch.uint8).view(len(masks), -1)
     shifts = torch.arange(8, dtype=torch.uint8, device=device)

@@ -1,8 +1,7 @@
 """Runs new tokens of requests through the model, and computes the scores of prompts.
 
-Only in Passes.decode() can graphs of fixed shapes take over (graphs.py). With `pad`, a decoding
-pass has one of a few shapes where the slots have room, (1, 1), (2, 1), (4, 1) and so on; everything
-that changes from step to step is in its inputs and in the cache.
+Only Passes.decode() can replay graphs of fixed shapes instead (graphs.py). With `pad`, a decoding
+pass has one of a few shapes, (1, 1), (2, 1), (4, 1) and so on, where the slots have room.
 """
 
 import contextlib
@@ -92,7 +91,10 @@ class Passes:
         first: int,
         chunks: Sequence[Sequence[int]],
     ) -> Tensor:  # (B', T, C), B' >= B
-        """Run the new tokens chunks[i] of each slot `first` + i, and return the hidden states."""
+        """Run the new tokens chunks[i] of each slot `first` + i, and return the hidden states.
+
+        Rows after the last chunk are padding.
+        """
         cached = cached_tokens(requests)
         rows, T = self._shape(cached, first, chunks)
         padding_rows = rows - len(chunks)
@@ -126,9 +128,9 @@ class Passes:
         first: int,
         chunks: Sequence[Sequence[int]],
     ) -> tuple[int, int]:
-        """Return the number of rows and columns of a pass.
+        """Return the number of rows of a pass, and the number of tokens in each.
 
-        With `pad` they are powers of two, as far as the number of slots and their length allow.
+        With `pad`, they are powers of two, as far as the number of slots and their length allow.
         """
         count = len(chunks)
         T = max(map(len, chunks))
@@ -204,7 +206,7 @@ class Passes:
         targets: Sequence[int],  # n tokens
         count: int,
     ) -> list[Scored]:
-        """Return each target's log-probability given its hidden state, and `count` alternatives."""
+        """Return a Scored for each target, with up to `count` alternatives."""
         scores: list[Scored] = []
         for start in range(0, len(targets), HEAD_ROWS):
             block = slice(start, start + HEAD_ROWS)

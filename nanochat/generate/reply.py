@@ -251,7 +251,7 @@ class StoppedReply:
         last: bool,
         armed: bool = True,
     ) -> tuple[tuple[Part, ...], str | None]:
-        """Add a token, and return the parts that can be shown, and the stop string reached or None.
+        """Add a token; return the parts that can be shown, and the stop string reached or None.
 
         With `last`, the reply ends here, and nothing is held back. Unless `armed`, stop strings are
         passed on as text.

@@ -60,7 +60,7 @@ class Request:
 
     @property
     def prefilling(self) -> bool:
-        """True if prompt tokens are still to be read, not counting the last.
+        """Whether any prompt tokens but the last are still to be read.
 
         The last prompt token is left to the first decoding pass.
         """
@@ -157,7 +157,7 @@ class Slots:
         return longest
 
     def protect(self, requests: Iterable[Request]) -> None:
-        """Mark the inactive slot that each of these requests can best reuse as just used.
+        """For each request, mark the inactive slot with the longest reusable prefix as just used.
 
         Admitting the requests therefore evicts other slots first.
         """
@@ -287,9 +287,9 @@ class Slots:
             self._drop(slot)
 
     def save_states(self, slot: int) -> None:
-        """Save the states of a slot if it is at a multiple of 256 tokens or its prefill is over.
+        """Save the states of a slot if it holds a multiple of 256 tokens or its prefill is over.
 
-        Nothing is saved if the states can be cut to any length.
+        Only the latest 4 are kept. Nothing is saved if the cache can be cut to any length.
         """
         request = self.requests[slot]
         assert request is not None

@@ -99,7 +99,7 @@ class LowRank:
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
-    """Yield the name and the adapter of every matrix that has one."""
+    """Yield (matrix name, adapter) for every matrix that has a LowRank adapter."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and isinstance(module.adapter, LowRank):
             yield name, module.adapter

@@ -3,10 +3,10 @@
 The package samples replies, rewards them, and computes the loss that follows from the rewards. The
 training loop is in chat_rl.py. Read the files in this order:
 
-rollout.py   samples replies, grades them, and turns them into weighted rows
+rollout.py   samples replies, grades them, and turns them into training batches
 policy.py    turns rewards into advantages and weights; the policy losses
 trees.py     trains on replies as trees, so that shared beginnings are computed once
-groups.py    samples replies as trees, so that shared beginnings are computed once
+groups.py    samples replies as trees, for the same reason
 anchor.py    pulls the weights back towards the model that RL started from
 sampler.py   the copy of the model that replies are sampled from
 """

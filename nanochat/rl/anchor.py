@@ -31,12 +31,12 @@ def anchored(
 ) -> tuple[list[Sample], float]:
     """Return samples whose weights also pull the model towards the reference, and the divergence.
 
-    The divergence is an estimate of the KL divergence between both models, summed over the sampled
-    tokens, in nats (r - log r - 1; Schulman 2020, joschu.net/blog/kl-approx.html). With r =
-    reference(token) / sampler(token), capped at exp(5), the gradient of that estimate is (1 - r)
+    The divergence is an estimate of the sampler's KL divergence from the reference, summed over the
+    sampled tokens, in nats: r - log r - 1, with r = reference(token) / sampler(token), capped at
+    exp(5) (Schulman 2020, joschu.net/blog/kl-approx.html). Below the cap, its gradient is (1 - r)
     times the gradient of the token's log-likelihood (GRPO, arXiv:2402.03300, equation 4), so
-    `strength` * (1 - r) is subtracted from its weight. With `trees`, the reference reads the
-    replies as trees.
+    `strength` * (1 - r) is subtracted from the token's weight. With `trees`, the reference reads
+    the replies as trees.
     """
     row_logprobs = logprobs if trees else _row_logprobs
     divergence = 0.0
@@ -69,9 +69,9 @@ def _length(reply: Reply) -> int:
 
 @torch.no_grad()
 def _row_logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[list[float]]:
-    """Return the model's log-probabilities of the tokens of each sample's reply.
+    """Return, for each sample, the model's log-probability of every token of the reply.
 
-    Each distinct reply is read only once, in its own row.
+    Each distinct pair of prompt and reply is read only once, in its own row.
     """
     logprobs_of: dict[Reply, list[float]] = {}
     distinct = {_key(sample) for sample in samples}

@@ -2,8 +2,8 @@
 
 Replies to the same prompt often begin alike. Each distinct beginning takes one cache slot, however
 many replies share it, and is split over more slots only when its replies choose different tokens.
-All prompts run together, and every pass reads one token of every reply that has not ended. The
-replies are the same as those of Engine.generate(), up to rounding.
+All prompts run together, and every decoding pass reads one token of every reply that has not
+ended. Up to rounding, the replies are the same as those of Engine.generate().
 """
 
 import random
@@ -60,7 +60,7 @@ def _round_up(count: int) -> int:
 class Groups:
     """Samples groups of replies from a model whose weights may change between calls.
 
-    The cache is allocated once and only replaced by a larger one.
+    The cache is allocated on first use, and replaced only if a larger one is needed.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer):
@@ -81,7 +81,7 @@ class Groups:
 
         Of `sampling`, only temperature, top_k, max_tokens and seed are used. Equal replies to a
         prompt are the same object. `on_done` is called with the index of each finished reply and
-        the reply itself. Raises UserError if check_request() refuses a prompt.
+        the reply itself. Raises UserError if check_request() does.
         """
         longest = max(map(len, prompts), default=1)
         room = min(longest + sampling.max_tokens, self.model.config.sequence_len)
@@ -161,9 +161,10 @@ class Groups:
         return self.model.logits(hidden[:, 0])[: len(branches)]
 
     def _grow(self, branches: list[_Branch], logits: Tensor, cache: Cache) -> list[_Branch]:
-        """Choose next tokens where none are pending, and return the branches that continue.
+        """Choose tokens for branches without pending ones, and return the branches that continue.
 
-        Branches whose replies differ are split, and finished replies end. Branch i is in slot i.
+        A branch whose replies choose different tokens is split. Branch i is in slot i of the cache,
+        both before and after.
         """
         ready = [slot for slot, branch in enumerate(branches) if not branch.pending]
         if len(ready) < len(branches) and ready:
@@ -186,9 +187,9 @@ class Groups:
         return self._settle(stays, new, cache)
 
     def _choose(self, groups: Sequence[Sequence[int]], logits: Tensor) -> list[dict[int, _Option]]:
-        """Choose a token for every reply, and return the options of each group by token.
+        """Choose a token for every reply, and return a dict from token to _Option for each group.
 
-        `groups` holds the indices of the replies that share a row of logits.
+        Each entry of `groups` holds the indices of the replies that share a row of logits.
         """
         rows = [row for row, members in enumerate(groups) for _ in members]
         members = [member for group in groups for member in group]
@@ -206,7 +207,7 @@ class Groups:
     def _follow(self, branch: _Branch, token: int, logprob: float) -> bool:
         """Add a chosen token to a branch, and return whether its replies have ended.
 
-        If the token closes a calculator call, the answer is added too.
+        If the token closes a calculator call, the answer is added too, as far as there is room.
         """
         if self._append(branch, token, logprob, forced=False):
             return True
@@ -242,9 +243,10 @@ class Groups:
     def _settle(
         stays: dict[int, _Branch], new: list[tuple[_Branch, int]], cache: Cache
     ) -> list[_Branch]:
-        """Move all branches to the first slots of the cache, and return them in order of slot.
+        """Move all branches to the first slots of the cache, and return them in slot order.
 
-        Free slots are filled with branches from higher slots, then with new branches.
+        Free slots are filled with branches from higher slots, then with those in `new`, which are
+        copied from the given slots.
         """
         count = len(stays) + len(new)
         behind = [(branch, slot) for slot, branch in stays.items() if slot >= count]

@@ -59,7 +59,7 @@ class PolicyFlags:
 
     @property
     def clip(self) -> tuple[float, float]:
-        """How far a ratio may fall below and rise above 1 before the loss clips it."""
+        """The distances below and above 1 at which ratios are clipped (cispo: only above)."""
         low, high = (3e-4, 4e-4) if self.loss == "gspo" else (0.2, 0.28)
         return (
             low if self.clip_low is None else self.clip_low,
@@ -145,7 +145,7 @@ def token_weights(
 def averaged(
     weights: Sequence[float], average: Average, tokens: float, replies: float, limit: int
 ) -> list[float]:
-    """Return the weights of one reply, rescaled so that the step averages losses as --average asks.
+    """Return the weights of one reply, rescaled so that the step averages losses as `average` says.
 
     The update divides the sum of all losses by `tokens`. `tokens` and `replies` are the numbers of
     tokens and replies that the whole step trains on, and `limit` is the maximum number of tokens of
@@ -167,9 +167,9 @@ def averaged(
 class PolicyLoss:
     """A loss on the clipped ratio of a token's probability now to its probability when sampled.
 
-    With gspo, the ratio is that of the whole reply. The figures are the share of tokens whose ratio
-    was clipped, and an estimate of the KL divergence between policy and sampler in nats per token,
-    which is never negative.
+    With gspo, the ratio is the geometric mean over the trained tokens of a reply. `figures` names
+    two statistics: the share of tokens whose ratio was clipped, and an estimate of the KL
+    divergence between policy and sampler in nats per token, which is never negative.
     """
 
     kind: Literal["ppo", "cispo", "gspo"]
@@ -188,7 +188,7 @@ class PolicyLoss:
         # For trees, also the tensors of a Tree.
         **extras: Tensor,
     ) -> tuple[Tensor, Tensor]:  # (), (2,)
-        """Return the loss summed over all targets, and both figures summed over all copies."""
+        """Return the loss summed over all targets, and both `figures` summed over all copies."""
         weights, sampled, copies = extras["weights"], extras["sampled"], extras.get("copies", 1.0)
         tree = model_arguments({name: extras[name] for name in TREE if name in extras})
         trained = targets >= 0

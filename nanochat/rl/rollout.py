@@ -1,4 +1,4 @@
-"""Samples replies from the current model, grades them, and turns them into weighted rows."""
+"""Samples replies from the current model, grades them, and turns them into training batches."""
 
 import hashlib
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ class Rollouts:
         return " | ".join(parts)
 
     def figures(self) -> dict[str, float]:
-        """Return the statistics for metrics.jsonl by name, except any that were not measured."""
+        """Return a dict of the statistics that were measured, by name, for metrics.jsonl."""
         figures = asdict(self.measured)
         return {name: value for name, value in figures.items() if value is not None}
 
@@ -91,7 +91,7 @@ def task_key(task: Task) -> str:
 
 
 def fitting(task: Task, tokenizer: Tokenizer, context: int) -> list[int]:
-    """Return the indices of the problems whose prompts leave room for a reply in the context.
+    """Return the indices of the problems whose prompts leave room for a reply token in the context.
 
     Warns if some problems do not fit. Raises UserError if none fits.
     """
@@ -143,8 +143,8 @@ def roll_out(
     total advantage of the right replies a little and few raise it a lot, and optimizers that
     normalise the size of a step let the frequent changes win.
 
-    With `groups`, which samples from `model`, replies are sampled and trained as trees. `policy.kl`
-    above 0 needs `reference`, the model that tokens are pulled back to.
+    With `groups`, which samples from `model`, replies are sampled and trained on as trees.
+    `policy.kl` above 0 needs `reference`, the model that tokens are pulled back to.
     """
     own_numbers = list(numbers[compute.rank :: compute.world_size])
     prompts = [tokenizer.render_prompt(task[number]) for number in own_numbers]
@@ -400,7 +400,7 @@ def _pass(samples: Sequence[Sample], height: int, row_tokens: int, pad: int) -> 
 
 @torch.no_grad()
 def sampler_gap(samples: Sequence[Sample], model: torch.nn.Module, compute: Compute) -> float:
-    """Return the largest gap between sampler and trainer in the log-probability of a token.
+    """Return the largest gap between a token's log-probability in the sampler and in `model`.
 
     Only this rank's first sample is compared; without one, return 0. If the model is sharded, every
     rank must call this.

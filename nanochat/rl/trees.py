@@ -66,7 +66,7 @@ class Sample:
 
 
 def over_trees(requested: bool | None, model: Model, compute: Compute) -> bool:
-    """Return whether replies are sampled and trained as trees.
+    """Return whether to sample and train on replies as trees.
 
     If `requested` is None, the platform decides, provided that the model can read trees. Raises
     UserError (exit code 2) if trees are requested and the model cannot read them.
@@ -125,7 +125,7 @@ class GrowingTree:
         return path
 
     def _bucket(self, weight: float, apart: Apart) -> int:
-        """Return the last entry of a Target, which keeps apart what must not be summed."""
+        """Return the last entry of a Target, which differs between targets that are not summed."""
         if apart == "replies":
             return self.replies
         return int(weight > 0) if apart == "signs" else 0
@@ -141,7 +141,7 @@ class GrowingTree:
         return child
 
     def pruned(self) -> "GrowingTree":
-        """Return the tree without targets whose weights cancel and tokens that no target needs."""
+        """Return a copy with only those targets whose weight is not 0, and the tokens they need."""
         targets = {
             target: sums for target, sums in self.targets.items() if abs(sums.weight) > NOTHING
         }

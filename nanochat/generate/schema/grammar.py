@@ -66,7 +66,7 @@ class Automaton:
 
     @property
     def size(self) -> float:
-        """An estimate of the memory that the automaton takes up at most, in bytes."""
+        """The estimated upper bound of the automaton's memory, in bytes."""
         states = min(self.grown * BYTES_PER_SECOND, STATES_BYTES)
         return self._compile_seconds * BYTES_PER_SECOND + states
 
@@ -174,7 +174,7 @@ class Schemas:
             self._refused[_digest(schema)] = (reason, time.monotonic() + REFUSED_SECONDS)
 
     def grammar(self, schema: str) -> Grammar:
-        """Return a new Grammar for one reply to a schema, which is given as JSON text.
+        """Return a new Grammar for one reply that must match a schema, given as JSON text.
 
         No automaton is made as long as the caller holds what prepare() last returned for the
         schema. Raises UserError if prepare() does.
@@ -249,7 +249,7 @@ class Schemas:
     def _checked(self, schema: str) -> str:
         """Return a schema as JSON text for llguidance.
 
-        Raises UserError if the text is too long, is not a JSON object, or asks for too much work.
+        Raises UserError if the text is too long or is not a JSON object, or if Trial.check() does.
         """
         size = len(schema.encode(errors="replace"))
         if size > MOST_BYTES:

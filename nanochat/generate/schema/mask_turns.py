@@ -11,7 +11,7 @@ PATIENCE = 200  # after so many steps, a reply with costly masks waits no longer
 
 
 class MaskTurns:
-    """Chooses the replies whose masks are computed in a step.
+    """Chooses the replies whose masks are computed in each step.
 
     A mask cannot be interrupted, so a step may exceed its time, and then later steps get less.
     Replies with cheap masks come first, longest wait first, and with them any reply that has waited

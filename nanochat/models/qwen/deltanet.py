@@ -230,7 +230,7 @@ def step(
     strength: Tensor,  # (B, 1, H * G)
     memory: Tensor,  # (B, H * G, Dk, Dv) fp32
 ) -> tuple[Tensor, Tensor]:  # (B, 1, H * G, Dv) fp32, (B, H * G, Dk, Dv) fp32
-    """Return what chunked() returns, for a single token per row."""
+    """Return what chunked() returns, for a single token per row and always in fp32."""
     G = v.size(2) // k.size(2)
     q = unit(q) * q.size(3) ** -0.5
     q = q.transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H * G, 1, Dk)

@@ -50,7 +50,7 @@ class Int8:
 def hold_in_int8(model: Qwen) -> None:
     """Quantize to 8 bits every matrix whose input size is a multiple of 16, for inference.
 
-    This includes the head, but its table keeps its dtype and takes the dequantized values.
+    This includes the head, but its `weight` keeps its dtype and gets the dequantized values.
     """
     for module in model.modules():
         if isinstance(module, Linear) and not module.in_features % UNIT:

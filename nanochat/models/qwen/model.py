@@ -262,7 +262,7 @@ def _role(name: str, parameter: Tensor) -> Role:
 
 
 def offload_tensor(x: Tensor) -> Callable[[], Tensor]:
-    """Copy a tensor to host memory, and return a function that returns it on its own device.
+    """Copy a tensor to host memory, and return a function that copies it back to its device.
 
     A tensor on the CPU is not copied.
     """

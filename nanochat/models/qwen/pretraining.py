@@ -7,7 +7,7 @@ from nanochat.models.qwen.config import QwenConfig
 def check_flags(bigram_rows: int | str, window_pattern: str, gpt_pattern: str) -> None:
     """Raise UserError (exit code 2) if flags ask for bigrams or windows, which a Qwen3 lacks.
 
-    A window pattern equal to `gpt_pattern`, the default of a GPT, does not count as asking.
+    The window patterns "L" (no windows) and `gpt_pattern` (a GPT's default) are accepted.
     """
     if bigram_rows not in (0, "auto"):
         raise UserError(
