@@ -28,7 +28,7 @@ POLAR_EXPRESS = (
 def polar_express(
     x: Tensor,  # (K, rows, cols), singular values at most 1
 ) -> Tensor:  # (K, rows, cols)
-    """Bring the singular values of each matrix close to 1, by polynomials in its Gram matrix."""
+    """Return the matrices with singular values brought close to 1, by Gram-matrix polynomials."""
     is_tall = x.size(-2) > x.size(-1)
     if is_tall:  # so that the Gram matrix is the smaller of the two
         x = x.mT
@@ -113,7 +113,7 @@ class MuonArithmetic:
         lr: float | Tensor,
         weight_decay: float | Tensor,
     ) -> None:
-        """Subtract the updates from the matrices, with cautious decay.
+        """Subtract the updates, times the learning rate, from the matrices, with cautious decay.
 
         Entries that the update would move away from zero do not decay.
         """

@@ -270,7 +270,7 @@ def warn_of_time(seconds: float, compute: Compute) -> None:
 
 
 def tell_epochs(corpus: str, rows: int, row_tokens: int, steps: int, rows_per_step: int) -> None:
-    """Log how many times a run reads its rows, and warn if it is likely to memorize them."""
+    """Log how many times a run reads its rows, and warn if more than four times (MANY_EPOCHS)."""
     epochs = steps * rows_per_step / rows
     log(
         tr(
