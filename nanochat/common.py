@@ -295,7 +295,7 @@ def read_json(path: Path) -> Any:
     """Return the value in a JSON file.
 
     Raises UserError, caused by a ValueError with the reason, if the file is not a regular file, is
-    too large or is not JSON. Raises OSError if the file is missing.
+    too large or is not JSON. Raises OSError if the file cannot be opened.
     """
     try:
         check_regular(path)

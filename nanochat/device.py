@@ -40,9 +40,9 @@ MEASURE = "python check_npu.py --bench"  # the command that measures cards for n
 
 
 def _platforms() -> dict[str, type[Platform]]:
-    """Return the platform class of each vendor whose folder is in this copy of nanochat.
+    """Return a dict from device type to platform class, for the vendors that this copy supports.
 
-    The CPU always has a class: plain torch, if its folder is missing.
+    The CPU is always included: if its folder is missing, its class is Host, which is plain torch.
     """
     platforms: dict[str, type[Platform]] = {}
     for name, (folder, class_name) in VENDORS.items():

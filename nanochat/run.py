@@ -351,7 +351,7 @@ class Run:
             ) from unknown
 
     def _announce(self) -> None:
-        """Log how long the run will take, if at least a minute; warn if a CPU needs over an hour."""
+        """Log the expected time if at least a minute, and warn if a CPU needs over an hour."""
         seconds = self.meter.expected(self.step)
         if seconds >= ANNOUNCED_SECONDS:
             log(

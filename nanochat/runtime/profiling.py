@@ -38,7 +38,7 @@ STEP = "nanochat step"  # the name of a step in the trace
 
 
 class Tracer(Protocol):
-    """Traces steps: call start() before the warm-up step, step() after each, finish() last."""
+    """Traces steps: start() precedes the warm-up step, step() ends each, finish() comes last."""
 
     def start(self) -> None: ...
 

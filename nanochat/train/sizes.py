@@ -150,7 +150,7 @@ def model_size(shape: ModelConfig, compute: Compute, matmul: Matmul) -> ModelSiz
 
 
 def table_rows(requested: int | Auto, vocab_size: int) -> int:
-    """Return the number of rows in the bigram table; "auto" chooses it by the vocabulary."""
+    """Return the number of rows in the bigram table; "auto" derives it from the vocabulary."""
     if requested != "auto":
         return requested
     return min(PAIRS * vocab_size, MOST_PAIRS)
