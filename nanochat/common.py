@@ -658,7 +658,7 @@ def _wait_for_rank_0() -> None:
 
 
 def note_end(message: str) -> None:
-    """Write why this rank ends to any files that torchrun and the calling script will read."""
+    """Write the reason for this rank's end to any files that torchrun and the caller print."""
     alone = os.environ.get("WORLD_SIZE", "1") in ("", "1")
     reason = message if alone else f"{message} (rank {rank()})"
     # torchrun prints the call stack of the earliest failure. The ranks that it ends itself get a

@@ -146,7 +146,7 @@ class Rows:
 
 
 class Packed(Rows):
-    """The context of rows that hold several documents, none of which sees another."""
+    """The context of rows that hold several documents, which do not see each other."""
 
     def __init__(
         self,

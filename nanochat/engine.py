@@ -53,13 +53,13 @@ class Engine:
     """Runs a model for many requests at once; call one engine from one thread only.
 
     At most `slots` requests run together; further requests wait. `length` is the limit for prompt
-    and reply together, in tokens (default and maximum: the model's context).
-    `prefill_tokens` is the maximum number of prompt tokens read between two decoding passes. `pad`
-    rounds the shape of every pass up to one of a few sizes (default: only on devices where a new
-    shape costs a compilation). `spare_slots` adds slots to the cache in which finished chats wait
-    for their next turn, as they also do in any free slot. `adapters` are the adapters that requests
-    may name. `graphs` is the platform of a device that can capture graphs; decoding passes are then
-    replayed as one launch each where possible.
+    and reply together, in tokens (default and maximum: the model's context). `prefill_tokens` is
+    the maximum number of prompt tokens read between two decoding passes. `pad` rounds the shape of
+    every pass up to one of a few sizes (default: only on devices where a new shape costs a
+    compilation). `spare_slots` adds slots to the cache in which finished chats wait for their next
+    turn, as they also do in any free slot. `adapters` are the adapters that requests may name.
+    `graphs` is the platform of a device that can capture graphs; decoding passes are then replayed
+    as one launch each where possible.
     """
 
     def __init__(

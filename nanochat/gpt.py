@@ -184,10 +184,10 @@ def rotate(
     cos: Tensor,  # (1 or B, T, 1, D/2)
     sin: Tensor,  # (1 or B, T, 1, D/2)
 ) -> Tensor:
-    """Rotate the channel pairs (i, i + D/2) of x by -angle, as upstream nanochat does.
+    """Return x with its channel pairs (i, i + D/2) rotated by minus the angle of `cos` and `sin`.
 
-    The direction is only a convention, but it must match the one that the weights were trained
-    with. To rotate the other way, negate `sin`.
+    The direction, upstream nanochat's, is only a convention, but it must match the one that the
+    weights were trained with. To rotate the other way, negate `sin`.
     """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)

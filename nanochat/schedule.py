@@ -84,9 +84,9 @@ def batch_tokens(tokens: float, reference_tokens: float) -> int:
 
 
 def rate_scale(tokens_per_step: int) -> float:
-    """Return the factor on all learning rates for a batch size.
+    """Return the factor on all learning rates for steps of `tokens_per_step` tokens.
 
-    Above the reference batch, as usual, it is the square root of the ratio of the batch sizes.
+    Above the reference batch, it is the square root of the ratio of the batch sizes, as usual.
     Below, it stays 1: upstream's square root starves small batches (4 layers, 200 steps of 4,096
     tokens: 2.076 bits per byte with the square root, 1.549 without).
     """

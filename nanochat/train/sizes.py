@@ -382,8 +382,8 @@ def batch(
 def _step_tokens(corpus: str, tokens: float | None) -> tuple[int, str]:
     """Return a number of tokens per step that suits the corpus or the run, and the reason for it.
 
-    If the corpus does not call for a certain number, it follows from `tokens`, the number of tokens
-    in the whole run, or is the default if that is None.
+    If no number is set for the corpus, the result follows from `tokens`, the number of tokens in
+    the whole run, or is the default if that is None.
     """
     of_corpus = traits(corpus).step_tokens
     if of_corpus is not None:

@@ -72,7 +72,7 @@ class Validation:
             )
 
     def means(self, sums: Sums, device_batch_size: int) -> dict[str, float]:
-        """Return a dict of means over all targets: of the "loss", and of each figure by name."""
+        """Return a dict of means over all targets: "loss" and, by name, each figure of `sums`."""
         module = cast(nn.Module, self.model)
         with _without_dropout(module):
             return mean_over(sums, module, self._steps(device_batch_size), self.compute)
