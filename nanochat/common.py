@@ -83,7 +83,7 @@ def _catalogue(language: str) -> gettext.NullTranslations:
 
 
 def tr(template: str, **values: Any) -> str:
-    """Translate an English template to the user's language, and fill it with `values`.
+    """Return an English template translated to the user's language and filled with `values`.
 
     The Chinese templates are in data/locale; `python -m dev.messages` keeps them complete.
     """
@@ -94,8 +94,8 @@ class UserError(ValueError):
     """A problem that the user can fix, with a message that says what happened and what to do.
 
     `run` prints this message and exits with `exit_code`, whereas a bug in the code gets a
-    traceback. The message should also name the rule and the value that broke it. Control characters
-    in it, which a file name or a server's response may contain, are spelled out by visible().
+    traceback. The message should also name the rule and the value that broke it. Its control
+    characters, which a file name or a server's response may contain, are spelled out by visible().
     """
 
     def __init__(self, message: str, exit_code: int = 1):
@@ -198,10 +198,10 @@ def fsync_path(path: Path) -> None:
 
 @functools.cache
 def _leftovers(folder: str) -> dict[str, list[str]]:
-    """Return the paths of a folder's temporary files, by the name of the file each should replace.
+    """Return a dict from the names of files in a folder to the paths of their temporary files.
 
-    Killed writes leave such files behind. A folder is listed only once per process, because listing
-    a large folder takes longer than a write.
+    Killed writes leave temporary files behind. A folder is listed only once per process, because
+    listing a large folder takes longer than a write.
     """
     leftovers: dict[str, list[str]] = {}
     for file in os.scandir(folder):
@@ -295,7 +295,7 @@ def read_json(path: Path) -> Any:
     """Return the value in a JSON file.
 
     Raises UserError, caused by a ValueError with the reason, if the file is not a regular file, is
-    too large or is not JSON. Raises OSError if the file is missing.
+    too large or is not JSON. Raises OSError if the file cannot be opened.
     """
     try:
         check_regular(path)
@@ -565,11 +565,11 @@ def run(
 ) -> None:
     """Parse the command line and call `main`, turning a mistake into one message and an exit code.
 
-    Every script ends with this call. Under torchrun rank 0 prints errors; another rank prints only
-    if rank 0 keeps running. Characters that standard output cannot show are printed as escape
-    sequences. Exit codes: 0 done, 1 refused, 2 a wrong command line or a missing earlier step, 130
-    Ctrl-C, 141 the reader of standard output has left (`| head`). NANOCHAT_TRACEBACK=1 shows where
-    a UserError was raised.
+    Every script ends with this call. Under torchrun rank 0 prints the message; another rank prints
+    its own only if rank 0 keeps running. Characters that standard output cannot show are escaped.
+    Exit codes: 0 done, 1 refused, 2 a wrong command line or a missing earlier step, 130 Ctrl-C, 141
+    the reader of standard output has left (`| head`). NANOCHAT_TRACEBACK=1 shows where a UserError
+    was raised.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -658,7 +658,7 @@ def _wait_for_rank_0() -> None:
 
 
 def note_end(message: str) -> None:
-    """Write why this rank ends to the files, if any, that torchrun and the calling script print."""
+    """Write the reason for this rank's end to any files that torchrun and the caller print."""
     alone = os.environ.get("WORLD_SIZE", "1") in ("", "1")
     reason = message if alone else f"{message} (rank {rank()})"
     # torchrun prints the call stack of the earliest failure. The ranks that it ends itself get a

@@ -146,7 +146,7 @@ class Rows:
 
 
 class Packed(Rows):
-    """The context of rows that hold several documents, none of which sees another."""
+    """The context of rows that hold several documents, which do not see each other."""
 
     def __init__(
         self,
@@ -319,7 +319,8 @@ class Cached:
     def _recent_keys(self, window: int, length: int) -> Tensor:  # (B, W + 1)
         """Return the positions from which attention reads each row's last W + 1 keys.
 
-        There must be one query per row. The positions of a shorter row begin at 0 and pass its end.
+        There must be one query per row. For a row with fewer keys, the positions begin at 0 and run
+        past its last key.
         """
         if window not in self._recent:
             first = (self.positions - window).clamp_min(0)

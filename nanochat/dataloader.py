@@ -50,8 +50,8 @@ def epoch_order(
 ) -> np.ndarray:  # (count,) int64
     """Return the order of `count` rows in one epoch, which depends only on the arguments.
 
-    Rows are sorted by a hash of seed, epoch and row, so no update of a library can change the
-    order.
+    Rows are sorted by a hash of the seed, the epoch and their index, so no update of a library can
+    change the order.
     """
     epoch_key = _splitmix(np.array([seed], np.uint64)) + np.uint64(epoch)
     row_hashes = _splitmix(_splitmix(epoch_key) + np.arange(count, dtype=np.uint64))
@@ -114,8 +114,8 @@ class Rows:
         """Open the rows of a plan over a set of tokens.
 
         If `masked`, only the tokens that the mask marks are targets. Otherwise every token and
-        every begin mark is a target, except the first of the row. Raises UserError if `masked` and
-        the tokens have no mask.
+        every begin mark is a target, except the begin mark that opens a row. Raises UserError if
+        `masked` and the tokens have no mask.
         """
         if masked and token_set.parts[0].mask is None:
             raise UserError(
@@ -243,7 +243,7 @@ class PairRows(PackedRows):
     """Rows for preference training that hold pairs: a preferred answer, then the rejected one.
 
     A pair is never divided between rows. Each answer includes its prompt; pair n consists of
-    documents 2n and 2n + 1 of the row. Targets are counted in pairs. `references` is to be filled
+    documents 2n and 2n + 1 of the row. targets_in() counts pairs. The caller fills `references`
     with a reference model's scores of the pairs, in the order of the plan, float32 (pairs, 2).
     """
 
@@ -580,9 +580,9 @@ def mixture_table(
     rows: Source,
     row_number: int,
 ) -> dict[str, Any]:
-    """Return a dict for the report, in which "rows" lists how much of each corpus has been read.
+    """Return a dict whose "rows" lists, for the report, how much of each corpus has been read.
 
-    The list has a dict for each corpus of a mixture, which counts the rows before `row_number`. If
+    The list has a dict for each corpus of a mixture. The rows before `row_number` count as read. If
     `rows` is not a mixture, the result is {}.
     """
     if not isinstance(rows, MixedRows):

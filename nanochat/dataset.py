@@ -61,8 +61,8 @@ class Config:
 def verify(corpus: Corpus) -> None:
     """Read every shard of a corpus, check its SHA-256 if one was recorded, and log the result.
 
-    Shards that were copied in have no recorded SHA-256. Raises UserError, which names the shard and
-    the command that fixes it, if one is damaged or missing.
+    Shards that were copied in have no recorded SHA-256. Raises UserError if a shard is damaged or
+    missing, naming the shard and the command that fixes it.
     """
     paths = shards(corpus, "train") + shards(corpus, "val")
     for path in paths:
@@ -129,7 +129,7 @@ def _from_addresses(cfg: Config, urls: str) -> Corpus:
 
 
 def _from_publisher(cfg: Config) -> Corpus:
-    """Return a published corpus after fetching -n training shards and its validation shard.
+    """Fetch -n training shards of a published corpus and its validation shard; return the corpus.
 
     Raises UserError (exit code 2) if -n is missing or --data does not name a published corpus.
     """

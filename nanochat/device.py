@@ -40,9 +40,9 @@ MEASURE = "python check_npu.py --bench"  # the command that measures cards for n
 
 
 def _platforms() -> dict[str, type[Platform]]:
-    """Return the platform class of each vendor whose folder is in this copy of nanochat.
+    """Return a dict from device type to platform class, for the vendors that this copy supports.
 
-    The CPU always has a class: plain torch, if its folder is missing.
+    The CPU is always included: if its folder is missing, its class is Host, which is plain torch.
     """
     platforms: dict[str, type[Platform]] = {}
     for name, (folder, class_name) in VENDORS.items():
@@ -109,7 +109,7 @@ def check_idle_cards(chosen: str) -> None:
 
 @dataclass(frozen=True)
 class Compute:
-    """The device of this process and its place among the ranks, as compute_init() returns them."""
+    """This process's device, its number format and its rank, as compute_init() returns them."""
 
     device: torch.device
     device_type: str
@@ -269,8 +269,8 @@ def compute_cleanup() -> None:
 def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
     """Return a main function for common.run() that opens the device before it calls `work`.
 
-    The device is the one that the flags name, or else the one chosen at import. It is released at
-    the end, and a known error of the device becomes a UserError.
+    The device is the one that the flags name, or else the one chosen at import. At the end, the
+    process leaves its process group. A known error of the device becomes a UserError.
     """
 
     def main(cfg: Any) -> None:

@@ -52,14 +52,14 @@ MOST_SAMPLES = 128  # most replies to one prompt that submit_samples() accepts
 class Engine:
     """Runs a model for many requests at once; call one engine from one thread only.
 
-    `slots` is the most requests that run together; further requests wait. `length` is the limit for
-    prompt and reply together, in tokens (default and maximum: the model's context).
-    `prefill_tokens` is the maximum number of prompt tokens read between two decoding passes. `pad`
-    rounds the shape of every pass up to one of a few sizes (default: only on devices where a new
-    shape costs a compilation). `spare_slots` adds slots to the cache in which finished chats wait
-    for their next turn, as they also do in any free slot. `adapters` are the adapters that requests
-    may name. `graphs` is the platform of a device that can capture graphs; decoding passes are then
-    replayed as one launch each where possible.
+    At most `slots` requests run together; further requests wait. `length` is the limit for prompt
+    and reply together, in tokens (default and maximum: the model's context). `prefill_tokens` is
+    the maximum number of prompt tokens read between two decoding passes. `pad` rounds the shape of
+    every pass up to one of a few sizes (default: only on devices where a new shape costs a
+    compilation). `spare_slots` adds slots to the cache in which finished chats wait for their next
+    turn, as they also do in any free slot. `adapters` are the adapters that requests may name.
+    `graphs` is the platform of a device that can capture graphs; decoding passes are then replayed
+    as one launch each where possible.
     """
 
     def __init__(
@@ -167,9 +167,9 @@ class Engine:
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Raise the UserError that submit() would raise, except for errors in a new schema.
 
-        `schemas.prepare` raises an error in a new schema. It also builds the schema's automaton,
-        which takes long; submit() reuses that automaton as long as the caller holds it. Any thread
-        may call check() while another thread uses the engine.
+        `schemas.prepare` raises those errors. It also builds the schema's automaton, which takes
+        long; submit() reuses that automaton as long as the caller holds it. Any thread may call
+        check() while another thread uses the engine.
         """
         check_request(prompt, sampling, self.length, self.model.config.vocab_size)
         if sampling.schema is not None:
@@ -292,10 +292,10 @@ class Engine:
         return self._decode()
 
     def _admit(self) -> None:
-        """Give free slots to waiting requests, in order of arrival.
+        """Give the free slots to the requests that have waited longest.
 
-        Among those admitted together, short prompts come first, and repeated prompts come last,
-        because the engine copies them.
+        Of the requests admitted together, those with shorter prompts get slots first. Repeated
+        prompts come last, because the engine copies them.
         """
         count = min(self.free_slots, len(self._waiting))
         if not count:
@@ -522,7 +522,7 @@ def sample_settings(
     prompt: Sequence[int],
     number: int,
 ) -> Sampling:
-    """Return the settings of one sample of a prompt, which differ from `sampling` in the seed.
+    """Return the settings of one sample of a prompt, which differ from `sampling` only in the seed.
 
     The new seed depends only on the given seed, `number` (the sample's index) and the prompt.
     """

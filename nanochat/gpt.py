@@ -107,7 +107,7 @@ class GPTConfig:
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """Divide x by its root mean square along the last dimension, without learned weights.
+    """Return x divided by its root mean square along the last dimension, without learned weights.
 
     Source: arXiv 1910.07467.
     """
@@ -184,10 +184,10 @@ def rotate(
     cos: Tensor,  # (1 or B, T, 1, D/2)
     sin: Tensor,  # (1 or B, T, 1, D/2)
 ) -> Tensor:
-    """Rotate the channel pairs (i, i + D/2) of x by -angle, as upstream nanochat does.
+    """Return x with its channel pairs (i, i + D/2) rotated by minus the angle of `cos` and `sin`.
 
-    The direction is only a convention, but it must match the one that the weights were trained
-    with. To rotate the other way, negate `sin`.
+    The direction, upstream nanochat's, is only a convention, but it must match the one that the
+    weights were trained with. To rotate the other way, negate `sin`.
     """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
@@ -494,7 +494,7 @@ class GPT(nn.Module):
         return resid_lambda * x + x0_lambda * x0, x0
 
     def backout(self, x: Tensor, middle: Tensor) -> Tensor:  # (B, T, C) each
-        """Return x minus a share of `middle`, normed; `middle` is the stream halfway through."""
+        """Return x minus a share of `middle` (the stream after half of the layers), normed."""
         return rms_norm(x - self.backout_lambda.to(x.dtype) * middle)
 
     def hidden(self, idx: Tensor, context: Context | None = None) -> Tensor:  # (B, T) -> (B, T, C)
@@ -569,9 +569,9 @@ class GPT(nn.Module):
         return next(role for prefix, role in prefixes if name.startswith(prefix))
 
     def parameter_counts(self) -> dict[str, int]:
-        """Return the number of parameters of each role, and two sums under "total" and "scaling".
+        """Return a dict of the parameter count of each role, and two sums, "total" and "scaling".
 
-        The second is the sum over the matrices and the head, which scaling laws count.
+        "scaling" counts the matrices and the head, as scaling laws do.
         """
         counts: dict[str, int] = {}
         for role, parameter in zip(self.parameter_roles().values(), self.parameters(), strict=True):

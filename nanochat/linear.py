@@ -17,7 +17,7 @@ AddAdapter = Callable[[Tensor, Tensor], Tensor]  # x (..., inputs), W x (..., ou
 
 
 class Linear(nn.Linear):
-    """A linear layer that computes in the format of its input, whatever that of its parameters."""
+    """A linear layer that computes in its input's format, whatever format its parameters have."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__(inputs, outputs, bias=bias)

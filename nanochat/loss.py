@@ -23,10 +23,10 @@ ChunkLoss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def softcap(logits: Tensor) -> Tensor:  # (..., V) -> (..., V) fp32
-    """Squash logits smoothly to the range from -15 to 15 (SOFTCAP).
+    """Return logits squashed smoothly to the range from -15 to 15 (SOFTCAP).
 
-    It uses tanh(l) = 2 sigmoid(2 l) - 1, because CPUs compute a sigmoid in a tenth of the time of a
-    tanh.
+    The tanh is computed as tanh(l) = 2 sigmoid(2 l) - 1, because CPUs compute a sigmoid in a tenth
+    of the time of a tanh.
     """
     return (torch.sigmoid(logits.float() * (2 / SOFTCAP)) - 0.5) * (2 * SOFTCAP)
 
@@ -161,7 +161,7 @@ def loss_and_gradients(
     chunk_loss: ChunkLoss,
     frozen: bool,  # whether the head needs no gradient
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the weighted loss () and the gradients of x and, unless it is frozen, the head."""
+    """Return the weighted loss () and the gradients of x and of the head (None if `frozen`)."""
     cast_head = head.to(x.dtype)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     # in fp32, since it is a sum over many chunks

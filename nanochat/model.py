@@ -108,9 +108,9 @@ class Model(Protocol):
         ...
 
     def parameter_counts(self) -> dict[str, int]:
-        """Return the number of parameters of each role, and two sums under "total" and "scaling".
+        """Return a dict of the parameter count of each role, and two sums, "total" and "scaling".
 
-        The second is the sum over the parameters that scaling laws count.
+        "scaling" counts only the parameters that scaling laws count.
         """
         ...
 

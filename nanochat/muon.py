@@ -1,4 +1,4 @@
-"""The arithmetic of Muon, which steps matrices by momentum and the nearest orthogonal matrix.
+"""The arithmetic of Muon, which steps matrices along their orthogonalized momentum.
 
 Muon is by Jordan 2024 (kellerjordan.github.io/posts/muon). Added to it are row equilibration (arXiv
 2603.28254), Polar-Express coefficients (2505.16932), Frobenius renormalisation (2602.21545),
@@ -28,7 +28,7 @@ POLAR_EXPRESS = (
 def polar_express(
     x: Tensor,  # (K, rows, cols), singular values at most 1
 ) -> Tensor:  # (K, rows, cols)
-    """Bring the singular values of each matrix close to 1, by polynomials in its Gram matrix."""
+    """Return the matrices with singular values near 1, by polynomials in their Gram matrices."""
     is_tall = x.size(-2) > x.size(-1)
     if is_tall:  # so that the Gram matrix is the smaller of the two
         x = x.mT
@@ -81,7 +81,7 @@ def variance_shape(rows: int, cols: int) -> tuple[int, int]:
 
 
 class MuonArithmetic:
-    """Computes one step of Muon, as the specification that a device's faster version must match."""
+    """Computes one step of Muon in plain torch, which a device's faster version must match."""
 
     stacks: bool  # whether all matrices of one shape are stepped together
     is_capturable = False  # whether a step, with tensors as its rates, can be captured as a graph
@@ -113,7 +113,7 @@ class MuonArithmetic:
         lr: float | Tensor,
         weight_decay: float | Tensor,
     ) -> None:
-        """Subtract the updates from the matrices, with cautious decay.
+        """Subtract the updates, times the learning rate, from the matrices, with cautious decay.
 
         Entries that the update would move away from zero do not decay.
         """

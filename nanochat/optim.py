@@ -138,7 +138,7 @@ class OneRate:
     matrix_lr = 0.0  # Muon's, which steps no parameters here
 
     def by_role(self, model_dim: int, table_momentum: float) -> dict[str, AdamWSettings]:
-        """Return the AdamW settings of every role; neither argument changes them."""
+        """Return the AdamW settings of the roles of published models; no argument affects them."""
         plain = AdamWSettings(self.learning_rate, (0.9, 0.95), decay=0.0, eps=1e-8)
         decayed = replace(plain, decay=self.weight_decay)
         return {
@@ -520,10 +520,10 @@ class Optimizers:
 
 
 def saved_bytes(model: Model, rates: Rates | OneRate) -> int:
-    """Return about how many bytes the tensors of a checkpoint take: parameters and optimizer state.
+    """Return roughly how many bytes the parameters and optimizer state of a checkpoint take.
 
-    AdamW saves two moments of each parameter. Muon saves one, and so does the table of bigrams,
-    whose first beta is 0.
+    AdamW saves two moments of each parameter, but only one of the table of bigrams, whose first
+    beta is 0. Muon saves one.
     """
     roles = model.parameter_roles()
     one_moment = {"bigram", "matrix"} if rates.matrix_optimizer == "muon" else {"bigram"}

@@ -118,7 +118,7 @@ def open_folder(
 def parent_of(
     source: str, step: int | None, stage: str, flags: StageFlags, own_file: str | None
 ) -> tuple[Parent, str]:
-    """Log and return the checkpoint that a stage starts from, and the tag of those it writes.
+    """Return the checkpoint that a stage starts from and the tag of those it writes; log both.
 
     The checkpoint is the one of `step`, or the newest if `step` is None. `own_file` is the user's
     own data file, if the stage learns from one. Raises UserError as find_parent() does.
@@ -142,8 +142,8 @@ def parent_of(
 def load_parent(parent: Parent, compute: Compute, matmul: Matmul) -> tuple[Model, Tokenizer]:
     """Return the parent's model with its weights in fp32, and its tokenizer.
 
-    The model trains with matrices in the format `matmul`, the value of --matmul. Raises UserError
-    (exit code 2) if that is impossible.
+    In training, the model multiplies its large matrices in the format `matmul`, the value of
+    --matmul. Raises UserError (exit code 2) if that is impossible.
     """
     loaded = load_model(parent.stage, parent.tag, parent.step, compute, dtype=device.MASTER)
     set_matmul(loaded.model, matmul, compute)
@@ -204,7 +204,7 @@ class Run:
 
     When its context ends without an exception, the run waits for the last checkpoint, writes the
     stage's section of the report if all steps are done and measured, and logs where the checkpoints
-    are. After a signal, the run saves the current update, and `ended` becomes true.
+    are. After a signal, the run completes and saves its current update, and `ended` becomes true.
     """
 
     def __init__(
@@ -222,7 +222,8 @@ class Run:
         """Load the checkpoint to resume from, if there is one, into `model` and `optimizers`.
 
         `facts` are added to the report, and `about` to the meta.json of checkpoints. Raises
-        UserError if the checkpoint belongs to another run.
+        UserError if the run cannot be resumed as the flags ask, or if --run or --profile cannot be
+        used.
         """
         self.folder = folder
         self.plan = plan
@@ -301,7 +302,10 @@ class Run:
         return min(self.flags.stop_at or self.plan.steps, self.plan.steps)
 
     def _resume(self) -> Resumed:
-        """Lock the folder, load any checkpoint to resume from, and return its step and state."""
+        """Lock the folder, load any checkpoint to resume from, and return its step and state.
+
+        Without a checkpoint, the step is 0 and the state is empty.
+        """
         flags = self.flags
         path = self.folder.path
         if "lora" in self.about:
@@ -347,7 +351,7 @@ class Run:
             ) from unknown
 
     def _announce(self) -> None:
-        """Log how long the run will take, if a minute or more, and warn if that is long."""
+        """Log the expected time if at least a minute, and warn if a CPU needs over an hour."""
         seconds = self.meter.expected(self.step)
         if seconds >= ANNOUNCED_SECONDS:
             log(
@@ -371,7 +375,7 @@ class Run:
         return {**device.summary(self.compute, total), **self.facts}
 
     def _owed_line(self) -> dict[str, Any] | None:
-        """Return the line that metrics.jsonl lacks for the resumed step, or None if it has one.
+        """Return the resumed step's line if metrics.jsonl still lacks it, else None.
 
         A run that was stopped right after a save has not yet measured that step. At step 0 the line
         is {"step": 0}, which is written only if something is measured before the first step.

@@ -69,7 +69,7 @@ def horizon(
 
 
 def batch_tokens(tokens: float, reference_tokens: float) -> int:
-    """Return the tokens per step for a run of `tokens` tokens: a power of two.
+    """Return the number of tokens per step, a power of two, for a run of `tokens` tokens.
 
     It grows as tokens^0.383, and is 2^19 (REFERENCE_BATCH) at `reference_tokens`. Source: Power
     Lines, arXiv 2505.13738. Raises UserError (exit code 2) if `tokens` is not positive.
@@ -84,11 +84,11 @@ def batch_tokens(tokens: float, reference_tokens: float) -> int:
 
 
 def rate_scale(tokens_per_step: int) -> float:
-    """Return the factor on all learning rates for a batch size.
+    """Return the factor on all learning rates for steps of `tokens_per_step` tokens.
 
-    Above the reference batch the factor is the square root of the ratio, as usual. Below it the
-    factor stays 1: upstream's square root starves small batches (4 layers, 200 steps of 4,096
-    tokens: 2.076 bits per byte with it, 1.549 without).
+    Above the reference batch, it is the square root of the ratio of the batch sizes, as usual.
+    Below, it stays 1: upstream's square root starves small batches (4 layers, 200 steps of 4,096
+    tokens: 2.076 bits per byte with the square root, 1.549 without).
     """
     return max(1.0, math.sqrt(tokens_per_step / REFERENCE_BATCH))
 

@@ -71,7 +71,7 @@ class LossScale:
         return {"value": self.value, "good_steps": self.good_steps}
 
     def update(self, finite: bool) -> None:
-        """Halve the scale after an overflow, and double it after 2,000 good steps in a row.
+        """Halve the scale after an overflow, and double it after 2,000 steps in a row without one.
 
         This is the rule of torch's GradScaler. A scale that is not `growing` stays as it is.
         """
@@ -89,7 +89,7 @@ class LossScale:
 
 @dataclass
 class Spikes:
-    """Detects sudden gradients: norms more than six sigma above the mean of the last 128 norms.
+    """Detects gradient spikes: norms more than six sigma above the mean of the last 128 norms.
 
     The norm is computed over all ranks, so all ranks decide alike. A spike is itself added to the
     128 norms. If gradients jump to a new level and stay there, about four spikes raise mean and

@@ -128,9 +128,9 @@ class Tokenizer:
     ) -> "Tokenizer":
         """Learn a vocabulary of exactly `vocab_size` tokens, and return its tokenizer.
 
-        `vocab_size` includes the special tokens. `progress` is called with ("read", texts so far),
-        where the pieces of a long text count separately, and ("merge", tokens so far), unless the
-        published rustbpe is installed.
+        `vocab_size` includes the special tokens. Unless the published rustbpe is installed,
+        `progress` is called with ("read", texts so far), where the pieces of a long text count
+        separately, and ("merge", tokens so far).
 
         Raises UserError (exit code 2) if the pattern is unknown, or if `vocab_size` is too small
         for the bytes and the special tokens or too large for rustbpe. Raises UserError if rustbpe
@@ -276,7 +276,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
         """Return the tokens of each text, encoded in parallel by threads that release the GIL.
 
-        If one has more than 200,000 characters (LONGEST_TEXT), all are encoded one after another.
+        If any text has more than 200,000 characters (LONGEST_TEXT), all are encoded one by one.
         """
         if _all_short(texts):
             return self._encoder.encode_batch(texts, threads or cores())

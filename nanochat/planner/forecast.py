@@ -58,7 +58,7 @@ class Tuning:
 
     @property
     def offloads(self) -> bool:
-        """Whether the inputs of layers are kept in host memory until the backward pass."""
+        """True if the inputs of layers are kept in host memory until the backward pass."""
         return self.offload_activations and not self.on_host
 
 

@@ -51,7 +51,7 @@ class Run:
 
     @property
     def size(self) -> Size:
-        """The size of upstream's model of this depth."""
+        """The size of upstream's model at the run's depth."""
         return size_of(self.depth, VOCABULARY, self.pattern, upstream=True)
 
     def predicted(self) -> float:

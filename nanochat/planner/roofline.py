@@ -34,7 +34,7 @@ class Pass:
 
     @property
     def compute_bound(self) -> bool:
-        """Whether the card takes at least as long as the host."""
+        """True if the card takes at least as long as the host."""
         return self.card >= self.host
 
 

@@ -43,7 +43,7 @@ def rounded(value: float) -> str:
 
 
 def cells(plan: Plan, chip: Chip) -> list[str]:
-    """Return the cells that follow the depth in a plan's row of the table of plans."""
+    """Return the cells after the depth in a plan's row of the table made by of_plans()."""
     memory = f"{plan.memory / 2**30:.0f}"
     disk = f"{plan.disk / 1e9:,.0f}"
     unknown = ["-", "-", "-"]

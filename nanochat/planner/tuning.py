@@ -41,9 +41,9 @@ def flags_of(tuning: Tuning) -> str:
 def remedies(tuning: Tuning) -> Iterator[Tuning]:
     """Yield settings that should take less and less memory, each with a further change.
 
-    First come changes that only take time: fewer rows per pass, then recomputing activations, then
-    offloading them. Then the ranks shard the parameters. Changes to the result of training come
-    last: shorter rows, and finally an adapter instead of training every parameter.
+    First come changes that only cost time: fewer rows per pass, then recomputing activations, then
+    offloading them, then sharding the parameters. Changes that affect what is learned come last:
+    shorter rows, and finally an adapter instead of training every parameter.
     """
     while tuning.rows > 1:
         tuning = replace(tuning, rows=tuning.rows // 2, several_passes=True)

@@ -60,7 +60,7 @@ def _descendants(root: int) -> list[int]:
 
 
 def _cost(pids: list[int]) -> tuple[int, dict[int, float]]:
-    """Return the total memory of the processes in bytes, and the CPU seconds of each by its ID.
+    """Return the total memory of processes in bytes, and a dict from their IDs to CPU seconds.
 
     Memory is measured as PSS, which divides shared memory among the processes that share it.
     Values that cannot be read, such as those of processes that have ended, are left out.

@@ -87,7 +87,7 @@ class MatrixExchange:
         return torch.stack(parts, dim=1).flatten(0, 1)[:owned].float()
 
     def _to_rows(self, results: Tensor, dtype: torch.dtype) -> Tensor:
-        """Send the results to the ranks that hold their rows; return (K, local rows, cols)."""
+        """Send the results' rows to their ranks; return this rank's rows, (K, local rows, cols)."""
         blocks = results.split(self.row_counts, dim=1)
         outgoing = torch.cat([block.to(dtype).flatten() for block in blocks])
         sizes_out = [results.size(0) * rows * self.cols for rows in self.row_counts]

@@ -80,7 +80,7 @@ class _Pass(nn.Module):
 
 
 class GraphedModel(nn.Module):
-    """A stand-in for a model that replays its captured forward and backward pass in training.
+    """Stands in for a model in training by replaying its captured forward and backward pass.
 
     The gradients of a pass lie in the graph's memory, which the next pass overwrites. The gradients
     of a step's first pass are therefore copied before its second pass.

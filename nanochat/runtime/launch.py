@@ -113,7 +113,7 @@ def _noted_reason(rank: int, text: str, failures: Mapping[int, ProcessFailure]) 
 def main(words: Sequence[str]) -> int:
     """Run the ranks, explain a failure if there is one, and return the exit code.
 
-    The code is that of the failing rank, 128 + N if signal N ended this rank or the launcher, 1 if
+    The code is that of the failing rank, 128 + N if signal N ended that rank or the launcher, 1 if
     the launchers could not meet, or else 0.
     """
     options = parse_args(list(words))
@@ -157,7 +157,7 @@ def no_meeting(failure: str) -> str:
 
 
 def end(message: str, code: int) -> int:
-    """Print the last line, note it for the script that started this launcher, and return `code`."""
+    """Print `message`, note it for the script that started this launcher, and return `code`."""
     note_end(message)
     print(message, file=sys.stderr, flush=True)
     return code

@@ -261,7 +261,7 @@ def _averaged(table: Tensor, ranks: int) -> Tensor:  # (R, C)
 
 
 def _unpadded(tensors: list[Tensor], lengths: list[int]) -> Tensor:
-    """Concatenate `tensors` without their padding; tensor i has `lengths[i]` real rows."""
+    """Return `tensors` joined without their padding; tensor i has `lengths[i]` real rows."""
     pieces = []
     for tensor, length in zip(tensors, lengths, strict=True):
         pieces.append(tensor[:length])

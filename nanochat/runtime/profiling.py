@@ -38,7 +38,7 @@ STEP = "nanochat step"  # the name of a step in the trace
 
 
 class Tracer(Protocol):
-    """Traces steps: call start() before the warm-up step, step() after each, finish() last."""
+    """Traces steps: start() precedes the warm-up step, step() ends each, finish() comes last."""
 
     def start(self) -> None: ...
 
@@ -181,7 +181,7 @@ def _microseconds(event: Any) -> Interval:
 
 @dataclass
 class _Step:
-    """The marks of a timed step, each with the next part's name, the time and a device event."""
+    """The marks of a timed step: the name of the part each begins, its time and device event."""
 
     names: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)

@@ -51,7 +51,7 @@ def _write(folder: Path, samples: Iterable[Sample]) -> None:
 def read_samples(folder: Path) -> list[Sample]:
     """Return a stage's samples in the order of the file, skipping lines that hold no sample.
 
-    Long texts are cut off. If there is no regular file of at most MAX_BYTES, return an empty list.
+    Long texts are cut off. If there is no regular file of at most 16 MiB, return an empty list.
     """
     path = folder / "samples.jsonl"
     try:

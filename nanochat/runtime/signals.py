@@ -27,11 +27,11 @@ class Stopped(BaseException):
 def caught(pulse: Pulse) -> Iterator[None]:
     """Record signals in `pulse` inside this block, for check() and agreed() to read.
 
-    In threads other than the main thread, this does nothing. Without a launcher, a signal raises
-    Stopped at once if nothing has been trained yet, and a second Ctrl-C raises KeyboardInterrupt. A
-    launcher forwards signals that the terminal has already sent to every process, so with a
-    launcher a repeated signal means nothing; the launcher kills processes that take too long
-    (TORCH_ELASTIC_SHUTDOWN_TIMEOUT).
+    In threads other than the main thread, this does nothing. Without a launcher, a signal before
+    the block's first pulse.beat() raises Stopped at once, and a second Ctrl-C raises
+    KeyboardInterrupt. A launcher forwards signals that the terminal has already sent to every
+    process, so with a launcher a repeated signal means nothing; the launcher kills processes that
+    take too long (TORCH_ELASTIC_SHUTDOWN_TIMEOUT).
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Compiles a model if torch.compile works and saves time; otherwise, the log says why not."""
+"""Compiles a model if torch.compile works and saves time; otherwise, logs why not."""
 
 import contextlib
 import hashlib
@@ -63,7 +63,7 @@ class Costs:
             self.records = read_json(self.file)
 
     def estimate(self) -> tuple[float, str]:
-        """Return the estimated seconds to compile, and a phrase that says if the code is cached."""
+        """Return the estimated seconds to compile, and a phrase saying whether code is cached."""
         record = self.records.get(self.key, {})
         if "again" in record:
             return record["again"], "from the cache"
@@ -125,8 +125,8 @@ def _pays(ahead: Ahead, cost: float, time_pass: Callable[[], float], compute: Co
     """Return whether compiling should save more time in the remaining steps than it takes.
 
     Rank 0 decides for all ranks. A step's time is first estimated from the device's peak speed,
-    which is a lower bound. If that does not show that compiling pays, a pass is timed, unless too
-    few steps remain (TIMED_STEPS).
+    which is a lower bound. If that does not show that compiling pays, a pass is timed, unless fewer
+    than 10 steps remain (TIMED_STEPS).
     """
     if parallel.agree(int(SAVED * ahead.steps * ahead.least_seconds > cost), compute):
         return True

@@ -209,8 +209,8 @@ class Epochs:
     def steps(self, items: int, items_per_step: int, smaller_steps: str) -> int:
         """Return the number of steps that the flags ask for.
 
-        If the number follows from num_epochs and is too small to learn much (FEW_STEPS), warn, and
-        advise `smaller_steps`, such as "a smaller --total_batch_size".
+        If the number follows from num_epochs and is below 20 (FEW_STEPS), too few to learn much,
+        warn, and advise `smaller_steps`, such as "a smaller --total_batch_size".
         """
         if self.num_iterations is not None:
             return self.num_iterations

@@ -27,9 +27,9 @@ ROWS = 64  # the largest number of held-out rows that are searched for prompts
 def held_out_prompts(rows: Source, count: int, tokenizer: Tokenizer) -> list[list[int]]:
     """Return at most `count` different prompts, as tokens, from the first held-out rows.
 
-    If a row holds conversations, its prompt is the first question, up to the token that starts the
-    answer. Otherwise, it is the beginning of the first document. Prompts that leave no room for a
-    reply are skipped.
+    If a row holds conversations, its prompt ends with the token that starts the first answer.
+    Otherwise, it is the beginning of the first document. Prompts that leave no room for a reply are
+    skipped.
     """
     room = rows.row_tokens - 1 - LONGEST
     prompts: list[list[int]] = []

@@ -150,7 +150,7 @@ def model_size(shape: ModelConfig, compute: Compute, matmul: Matmul) -> ModelSiz
 
 
 def table_rows(requested: int | Auto, vocab_size: int) -> int:
-    """Return the number of rows in the bigram table; "auto" chooses it by the vocabulary."""
+    """Return the number of rows in the bigram table; "auto" derives it from the vocabulary."""
     if requested != "auto":
         return requested
     return min(PAIRS * vocab_size, MOST_PAIRS)
@@ -270,7 +270,7 @@ def warn_of_time(seconds: float, compute: Compute) -> None:
 
 
 def tell_epochs(corpus: str, rows: int, row_tokens: int, steps: int, rows_per_step: int) -> None:
-    """Log how many times a run reads its rows, and warn if it is likely to memorize them."""
+    """Log how many times a run reads its rows, and warn if more than four times (MANY_EPOCHS)."""
     epochs = steps * rows_per_step / rows
     log(
         tr(
@@ -382,8 +382,8 @@ def batch(
 def _step_tokens(corpus: str, tokens: float | None) -> tuple[int, str]:
     """Return a number of tokens per step that suits the corpus or the run, and the reason for it.
 
-    If the corpus does not call for a certain number, it follows from `tokens`, the number of tokens
-    in the whole run, or is the default if that is None.
+    If no number is set for the corpus, the result follows from `tokens`, the number of tokens in
+    the whole run, or is the default if that is None.
     """
     of_corpus = traits(corpus).step_tokens
     if of_corpus is not None:

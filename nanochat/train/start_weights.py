@@ -16,7 +16,7 @@ class StartWeights:
     """
 
     def __init__(self, model: nn.Module, share: float):
-        """Copy the model's weights, which will make up `share` of the mix; 0 copies nothing.
+        """Copy the model's weights, which will make up `share` of the mix, unless `share` is 0.
 
         Raises UserError (exit code 2) unless the share is at least 0 and below 1.
         """

@@ -72,7 +72,7 @@ class Validation:
             )
 
     def means(self, sums: Sums, device_batch_size: int) -> dict[str, float]:
-        """Return a dict of means over all targets: of the `loss` and each figure of `sums`."""
+        """Return a dict of means over all targets: "loss" and, by name, each figure of `sums`."""
         module = cast(nn.Module, self.model)
         with _without_dropout(module):
             return mean_over(sums, module, self._steps(device_batch_size), self.compute)
@@ -99,7 +99,7 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
 def mean_over(
     sums: Sums, model: nn.Module, steps: Iterable[dataloader.Step], compute: Compute
 ) -> dict[str, float]:
-    """Return a dict with the means of a loss and its figures over all targets of `steps`.
+    """Return a dict of means over all targets of `steps`: "loss" and, by name, each figure.
 
     Every rank must call this with the same number of steps, each with its own rows; all ranks get
     the same result. Raises signals.Stopped if the run is asked to stop.
