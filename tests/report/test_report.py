@@ -208,6 +208,14 @@ def test_your_own_conversations_and_the_model_they_started_from_are_one_run(base
     assert list(generated()[0]["sections"]) == kept
 
 
+def test_the_terminal_shows_the_table(base_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(base_folder)
+    generated()
+    report.show()
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "tinyworld_zh" in line]
+    assert re.findall(r"0\.\d+", row) == ["0.2500", "0.7188", "0.6875"]
+
+
 @pytest.mark.slow
 def test_the_command_line(base_folder: Path) -> None:
     a_run(base_folder)
