@@ -202,7 +202,10 @@ def progress(
 
 
 def identify(task: Any, i: int) -> str:
-    """Return the ID of problem i in records: the task's own ID if it has one, else the index."""
+    """Return the ID that identifies problem i in evaluation records, as a string.
+
+    It is what `task.identify(i)` returns, if the task has that method, or else the index i.
+    """
     return task.identify(i) if hasattr(task, "identify") else str(i)
 
 

@@ -310,9 +310,10 @@ def _number_in(
     smallest: int,
     largest: int | None = None,
 ) -> int:
-    """Return the number in the variable called `name`, or 0 if it is unset or empty.
+    """Return the value of the variable `name` as an integer, or 0 if it is empty.
 
-    Raises UserError (exit code 2) if the value is not a number or is out of range.
+    `variables` must contain `name`, with "" for a variable that is not set. Raises UserError (exit
+    code 2) if the value is not a whole number from `smallest` to `largest`.
     """
     word = variables[name]
     if not word:

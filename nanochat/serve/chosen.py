@@ -226,10 +226,10 @@ def cache_sizes(
     slots: int,
     platform: Platform,
 ) -> list[int]:
-    """Return a list of the sizes in bytes of the models' caches, which have `slots` slots each.
+    """Return the size in bytes of each model's cache with `slots` slots.
 
-    Raises UserError if the device has less free memory than these caches take together. A CPU would
-    otherwise run out of memory only while it answers.
+    Raises UserError if the caches together need more memory than the device has free. Without this
+    check, a server on a CPU would start, and run out of memory only later, while answering.
     """
     slot_sizes = [model.loaded.model.new_cache(1, model.context).bytes for model in models]
     total = slots * sum(slot_sizes)
