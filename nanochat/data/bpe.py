@@ -165,7 +165,7 @@ def joined(lists: Sequence[Sequence[int]], dtype: str) -> np.ndarray:
 
 
 def replace_surrogates(text: str) -> str:
-    """Return a text with each unpaired surrogate replaced by U+FFFD, as in tiktoken."""
+    """Return a text with each unpaired surrogate replaced by U+FFFD, as tiktoken does."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -212,9 +212,9 @@ def _apply_merges_before(
     token: bytes,
     rank_of: dict[bytes, int],
 ) -> list[bytes]:
-    """Apply earlier merges to the bytes of a token until two parts remain, and return the parts.
+    """Apply the merges before `rank` to the bytes of `token`, and return the remaining parts.
 
-    More parts remain if no earlier merge applies to them.
+    Merging stops when two parts remain or no such merge applies.
     """
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:

@@ -80,7 +80,8 @@ def _column_chunks(path: Path) -> Iterator[_ColumnChunk]:
 def _read_footer(path: Path) -> bytes:
     """Return the footer of a parquet file, which is followed by its size and a magic word.
 
-    Raises ValueError if that size is larger than the file.
+    Raises ValueError if that size is larger than the file, and OSError if the file has fewer than 8
+    bytes.
     """
     with open(path, "rb") as file:
         end = file.seek(-8, os.SEEK_END)

@@ -44,8 +44,8 @@ def shard_paths(folder: Path) -> list[Path]:
 def read_about(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's corpus.json, or {} if the folder has none.
 
-    `make` is the command that makes the corpus, and `shards` describes each shard by name. Raises
-    UserError if corpus.json is damaged.
+    Its entry `make` is the command that makes the corpus, and its entry `shards` maps the name of
+    each shard to a description. Raises UserError if corpus.json is damaged.
     """
     path = folder / ABOUT
     try:
@@ -310,7 +310,7 @@ def _short_lists(values: list[str | None]) -> Iterator[list[str | None]]:
 
 
 def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
-    """Yield the documents of a shard, in lists.
+    """Yield the documents of a shard, in lists of at most `size` documents.
 
     Rows without text are skipped. Raises UserError if the shard is missing or damaged.
     """

@@ -39,10 +39,10 @@ def clean(
 ) -> dict[str, Any]:
     """Screen a corpus, record which documents are left out, and return a dict with the counts.
 
-    The record is the entry `dropped` of corpus.json and a list for each shard. With `dedup`,
-    documents that nearly equal an earlier one are left out; validation documents count as earlier
-    than training documents. A call that only counts documents does not change what an earlier call
-    left out.
+    With `dedup`, documents that nearly equal an earlier one are left out; validation documents
+    count as earlier than training documents. Documents that share a passage with an evaluation in
+    the folder `check_against` are counted and, with `drop_contaminated`, left out. A call that only
+    counts documents does not change what an earlier call left out.
 
     Raises UserError if a shard is damaged. Raises UserError (exit code 2) if the folder of
     evaluations cannot be used, or if this call leaves out documents but would restore others that
@@ -182,7 +182,7 @@ def _decide(
 
 
 def _write_lists(paths: list[Path], dropped: list[np.ndarray]) -> dict[str, dict[str, Any]]:
-    """Write each shard's list of left-out documents, and return shard name -> corpus.json entry."""
+    """Write each shard's list of left-out documents, and return corpus.json entries by shard."""
     entries = {}
     for path, numbers in zip(paths, dropped, strict=True):
         body = io.BytesIO()

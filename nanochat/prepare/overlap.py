@@ -1,9 +1,10 @@
 """Find documents that contain a passage of an evaluation.
 
 A passage is 13 words in a row, or 50 characters of mostly Chinese text. The evaluations are copies
-of data sets in a folder like the one in NANOCHAT_TASK_DIR: a subfolder for each set, with parquet,
-JSON, JSONL, CSV or TSV files. If the paths of some files of a set name a test or validation split,
-only these files of the set are read. Texts that are shorter than a passage are never found.
+of data sets in a folder like the one that NANOCHAT_TASK_DIR names: a subfolder for each set, with
+parquet, JSON, JSONL, CSV or TSV files. If the paths of some files of a set name a test or
+validation split, only these files of the set are read. Texts that are shorter than a passage are
+never found.
 """
 
 import csv

@@ -79,12 +79,13 @@ def pack(
 ) -> Packing:
     """Return a packing of pieces into rows of `row_tokens` cells.
 
-    Each piece follows a begin mark of one cell. A row takes the longest of the next `window` pieces
-    that fits, or the oldest of several, until none fits. With `cut`, the head of the longest piece
-    then fills the rest of the row, and the tail is placed later; a piece that is longer than a row
-    fills whole rows first, and a shorter piece may be chosen to avoid a tiny gap. So every row
-    except the last is full, and each token is placed exactly once. Without `cut` a row may stay
-    short, and no piece may be longer than `row_tokens - 1`.
+    Each piece follows a begin mark of one cell. Among the next `window` pieces, a row takes the
+    longest that fits (the oldest if several are equally long), and so on until none fits. With
+    `cut`, the head of the longest piece then fills the rest of the row, and the tail is placed
+    later; a piece that is longer than a row fills whole rows first, and a shorter piece may be
+    chosen to avoid a tiny gap. So every row except the last is full, and each token is placed
+    exactly once. Without `cut` a row may stay short, and no piece may be longer than
+    `row_tokens - 1`.
     """
     assert row_tokens >= 2 and (cut or lengths.max(initial=0) < row_tokens)
     pool = _Pool(_pieces(starts, lengths), window)

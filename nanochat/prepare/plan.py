@@ -319,8 +319,8 @@ def _cut_conversations(
     """Return the starts and lengths of the pieces, and how many conversations were too long.
 
     A conversation of at most `room` tokens is one piece. A longer one is dropped if `too_long` is
-    "drop", else cut; its pieces without trained tokens are dropped. Pieces are in the order of the
-    conversations.
+    "drop", cut to its first `room` tokens if it is "cut", and cut before user turns if it is None;
+    cut pieces without trained tokens are dropped. Pieces are in the order of the conversations.
     """
     token_file = token_set.parts[0]
     border = token_set.meta.get("border")

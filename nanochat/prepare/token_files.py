@@ -96,7 +96,7 @@ def dtype_for(vocab_size: int) -> str:
 
 
 def part_files(entry: dict[str, Any]) -> dict[str, str]:
-    """Return the file names of a part by kind: "tokens", "offsets" and, if it has one, "mask"."""
+    """Return a dict from kind ("tokens", "offsets" and perhaps "mask") to a part's file name."""
     return {kind: f"{entry['name']}{SUFFIXES[kind]}" for kind in entry["sha256"]}
 
 
@@ -294,11 +294,12 @@ def damaged(
     hashes: Mapping[str, str],
     again: bool = False,
 ) -> dict[str, str]:
-    """Check files against `hashes` (name -> SHA-256); return a dict, damaged file's name -> reason.
+    """Check files, and return a dict from the name of each missing or damaged file to the reason.
 
-    Unless `again` is set, files that have passed a check and kept their size and modification time
-    are not hashed again. A read-only folder cannot record checks, so all its files are hashed if
-    one has no record. This is safe to call from every rank at once.
+    `hashes` maps the names of the files to their SHA-256s. Unless `again` is set, files that have
+    passed a check and kept their size and modification time are not hashed again. A read-only
+    folder cannot record checks, so all these files are hashed if one has no record. This is safe to
+    call from every rank at once.
     """
     existing: dict[str, str] = {}
     problems: dict[str, str] = {}
@@ -349,7 +350,10 @@ def _unchecked(folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
 
 
 def _hash(folder: Path, hashes: Mapping[str, str]) -> tuple[dict[str, str], dict[str, list]]:
-    """Hash files; return {name: reason} for damaged, {name: checked.json entry} for intact ones."""
+    """Hash files, and return two dicts by file name, one for damaged and one for intact files.
+
+    The first dict holds the reasons, and the second the files' entries for checked.json.
+    """
     states = {name: _state(folder / name) for name in hashes}
     size = sum(state[0] for state in states.values())
     bar = None

@@ -113,17 +113,17 @@ def fetch_all(
     advance: Callable[[float], None] = _nothing,
     say: Callable[[str], None] = _nothing,
 ) -> list[Fetched]:
-    """Fetch the missing files, `parallel` at a time, and return their records in order.
+    """Fetch the files that do not exist yet, and return their records in order.
 
-    A file that exists under its final name is not fetched. After a failure or Ctrl-C, an incomplete
-    file stays as `NAME.part`, and the next call resumes it. A file of unknown size is discarded if
-    it leaves less than RESERVE bytes (1 GiB) of the disk free.
+    Up to `parallel` files are fetched at a time. After a failure or Ctrl-C, an incomplete file
+    stays as `NAME.part`, and the next call resumes it. A file of unknown size is discarded if it
+    leaves less than RESERVE bytes (1 GiB) of the disk free.
 
-    `check` gets the path of each fetched file. It must raise ValueError if the content is wrong,
-    such as a login page, and UserError if no further attempt can help. `advance` is called with the
-    number of bytes that have arrived, negative if bytes are discarded, and `say` with a message
-    before each retry. `hint` is advice that ends an error message, unless more specific advice
-    does. Raises UserError if a file cannot be fetched.
+    `check` gets the path of each fetched file. It must raise ValueError if the content is not what
+    was expected (a login page, for example), and UserError if no further attempt can help.
+    `advance` is called with the number of new bytes whenever some arrive, or a negative number if
+    some are discarded, and `say` with a message before each retry. `hint` is advice that ends an
+    error message, unless more specific advice does. Raises UserError if a file cannot be fetched.
     """
     transfer = _Transfer(headers or {}, patience or Patience(), hint, check, advance, say)
     missing = [remote for remote in files if not remote.path.exists()]
@@ -257,7 +257,7 @@ def _wait_seconds(
     requested: float | None,
     patience: Patience,
 ) -> float:
-    """Return the seconds to wait: the longer of backoff and `requested`, up to the longest wait."""
+    """Return the longer of the backoff and `requested`, in seconds, up to the longest wait."""
     backoff = patience.first_wait_seconds * 2 ** (failures - 1) * random.uniform(0.75, 1.25)
     return min(max(backoff, requested or 0), patience.longest_wait_seconds)
 
@@ -372,8 +372,9 @@ def _receive(
 ) -> None:
     """Append the bytes of a response to the `.part` file.
 
-    Raises _Retry if the connection breaks off or the size is not `total`, and UserError if a file
-    of unknown size leaves less than RESERVE bytes (1 GiB) of the disk free.
+    Raises _Retry if the connection breaks off or the size is not `total`, _Abandoned if the
+    transfer is stopped, and UserError if `total` is None and the file leaves less than RESERVE
+    bytes (1 GiB) of the disk free.
     """
     limit = total
     if limit is None:
@@ -472,7 +473,7 @@ def _total(response: requests.Response, transfer: _Transfer) -> int | None:
     """Return the size of the complete file in bytes, or None if the server does not give it.
 
     The size is read from Content-Range if the status is 206 or 416, and otherwise from
-    Content-Length. Raises UserError if it is not a number of bytes.
+    Content-Length. Raises UserError if that header is malformed.
     """
     if response.status_code in (206, 416):
         size = response.headers.get("Content-Range", "").rpartition("/")[2]

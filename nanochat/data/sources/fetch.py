@@ -50,7 +50,8 @@ def download(
     the hub itself only) and the usual proxy variables. corpus.json records the size and SHA-256 of
     every shard. A shard that is fetched again must have the recorded SHA-256, and the columns of an
     existing shard without one are checked. Raises UserError (exit code 2) if `count` is out of
-    range, and UserError if a download fails, a file lacks a column, or the disk is too small.
+    range or `host` has no known copy, and UserError if a download fails, a file lacks a column, or
+    the disk is too small.
     """
     corpus = Corpus(source.name, base_dir() / "base_data" / source.name)
     about_before = read_about(corpus.folder)
@@ -122,7 +123,7 @@ def _adopted(path: Path, source: Source) -> dict[str, Any]:
     """Return a new corpus.json entry for a shard that has no recorded SHA-256.
 
     Such a shard was copied into the folder, or its download was stopped before the entry was
-    written. Raises UserError if the shard is not a parquet file or lacks a column.
+    written. Raises UserError if the shard is not a parquet file with the columns of `source`.
     """
     try:
         has_columns(source)(path)

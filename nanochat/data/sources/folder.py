@@ -75,8 +75,8 @@ def import_folder(
     changed since an earlier import. A .txt or .md file is divided into documents at `<|endoftext|>`
     lines, and at the first blank line after more than 20,000 characters. `make` is the command that
     makes the corpus again, by default the import command. Raises UserError (exit code 2) if there
-    is no file to import or the name or path cannot be used, and UserError if a document cannot be
-    read.
+    is no file to import or the name, path or column cannot be used, and UserError if a file is
+    damaged or there are fewer than two different documents.
     """
     source = source.expanduser().resolve()
     name = name or source.stem

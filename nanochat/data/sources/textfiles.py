@@ -18,8 +18,9 @@ LONG_TXT = 20_000  # characters; a longer .txt document is split at the next bla
 def documents(files: list[Path], column: str) -> Iterator[str]:
     """Yield the documents of a list of files, in order.
 
-    Documents without text are skipped, and their count is logged. Raises UserError if a file cannot
-    be read or is not valid Unicode, or if `column` is missing or holds anything but text and nulls.
+    Documents without text are skipped, and their count is logged. Raises UserError if a file is
+    damaged or not valid Unicode, and UserError (exit code 2) if a parquet or JSON lines file has no
+    field `column` or holds anything but text and nulls there.
     """
     empty = 0
     for path in files:

@@ -151,8 +151,8 @@ def evaluation(
 ) -> list[Problem]:
     """Return problems that ask, in held-out wordings, about facts that training asks about.
 
-    There are at most `size` problems, or one for each relation if that is more; None means one for
-    each such fact.
+    There are at most `size` problems, or one for each relation if that is more. If `size` is None,
+    there is one for each fact that training asks about.
     """
     rng = random.Random(f"evaluation/{seed}/{language}")
     problems = []

@@ -51,7 +51,9 @@ def counting_story(
 ) -> tuple[Story, Sum]:
     """Draw a counting story, and return the story and its sum for the calculator.
 
-    `largest` is only a rough limit for the numbers: a dividend, for example, may be larger.
+    `largest` is only a rough limit for the numbers: a dividend, for example, may be larger. With
+    `evaluation`, the numbers are ones that are kept for evaluation; otherwise, training may use
+    them.
     """
     data = story_data()
     kind = rng.choice(data["counting"])

@@ -20,7 +20,7 @@ SPLIT_SEED = "tinyworld-1"
 class Wording:
     """The sentence patterns of one relation in one language.
 
-    `held_out` contains the two questions that are kept for evaluation.
+    `held_out` contains the two of the `questions` that are kept for evaluation.
     """
 
     questions: tuple[str, ...]
