@@ -44,7 +44,7 @@ def shard_paths(folder: Path) -> list[Path]:
 def read_about(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's corpus.json, or {} if the folder has none.
 
-    Its entry `make` is the command that makes the corpus, and its entry `shards` maps the name of
+    The entry `make` is the command that makes the corpus, and the entry `shards` maps the name of
     each shard to a description. Raises UserError if corpus.json is damaged.
     """
     path = folder / ABOUT

@@ -125,7 +125,10 @@ def _smallest_hashes(text: str) -> np.ndarray:
 
 
 def _by_bin(hashes: np.ndarray) -> np.ndarray:
-    """Sort 64-bit hashes into bins, and return the smallest upper half in each, uint64 (BINS,)."""
+    """Sort 64-bit hashes into bins, and return the smallest upper half in each, uint64 (BINS,).
+
+    A bin without a hash holds EMPTY.
+    """
     smallest = np.full(BINS, EMPTY, np.uint64)
     upper_halves = hashes >> np.uint64(32)
     bins = (hashes >> np.uint64(25)) & np.uint64(BINS - 1)

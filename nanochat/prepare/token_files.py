@@ -352,7 +352,7 @@ def _unchecked(folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
 def _hash(folder: Path, hashes: Mapping[str, str]) -> tuple[dict[str, str], dict[str, list]]:
     """Hash files, and return two dicts by file name, one for damaged and one for intact files.
 
-    The first dict holds the reasons, and the second the files' entries for checked.json.
+    The first says why each file is damaged, and the second holds the entries for checked.json.
     """
     states = {name: _state(folder / name) for name in hashes}
     size = sum(state[0] for state in states.values())

@@ -167,7 +167,10 @@ def _readings(
     facts: Facts,
     by_name: dict[str, Plot],
 ) -> Iterator[Facts]:
-    """Yield the facts of a story for each complete reading that begins with `before`."""
+    """Yield the facts of a story for each way to understand it that begins with `before`.
+
+    `understood` holds the possible meanings of each sentence. `facts` are the facts of `before`.
+    """
     if len(before) == len(understood):
         if before[-1].place.role == "end":
             yield facts
