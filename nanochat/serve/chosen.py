@@ -68,8 +68,8 @@ def choose(
     """Load and return the model that the flags name, by default the one that was trained last.
 
     `dtype` is the number format to compute in; "auto" leaves the choice to the device. `adapter` is
-    the folder of an adapter to merge into a published model. Raises UserError if flags contradict
-    each other or the model cannot be loaded.
+    the folder of an adapter to merge into a published model. Raises UserError if the flags are
+    invalid, contradict each other or do not suit the device, or if the model cannot be loaded.
     """
     if dtype != "auto":
         compute = replace(compute, dtype=DTYPES[dtype], dtype_reason="--dtype")
@@ -145,8 +145,8 @@ def choose_also(
     """Load the model that a value of --also asks for, and return its name and the model.
 
     The value is STAGE/TAG, STAGE/TAG/STEP or NAME=FOLDER. The first model's weights, graphs and
-    context (in `flags`) apply. Raises UserError if the value cannot be parsed (exit code 2) or the
-    model cannot be loaded.
+    context (in `flags`) apply. Raises UserError if the value cannot be parsed (exit code 2), or if
+    the model cannot be loaded with these flags.
     """
     shared = ModelFlags(weights=flags.weights, graphs=flags.graphs, context=flags.context)
     name, _, folder = value.partition("=")
@@ -181,7 +181,7 @@ def adapter_folders(values: Sequence[str], model: Path | None) -> dict[str, Path
 
     Each of these values of --adapter or --also is NAME=FOLDER, or FOLDER alone, whose last
     component is then the name. Raises UserError (exit code 2) if a value is malformed, if two
-    adapters have the same name, or if no base model is given (`model` is None).
+    adapters have the same name, or if there are values but no base model (`model` is None).
     """
     if values and model is None:
         raise UserError(NEEDS_BASE, exit_code=2)

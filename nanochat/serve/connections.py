@@ -101,8 +101,8 @@ class Connections:
     def admit(self, new: "Connection") -> bool:
         """Count a new connection, and return whether there is room for it.
 
-        If there are too many, in total or from its address, one of these that keeps the server
-        waiting is closed to make room, if there is one.
+        If there are too many, in total or from its address, the one of these that has kept the
+        server waiting longest is closed to make room. If none keeps it waiting, there is no room.
         """
         self.per_address[new.address] += 1
         if self.per_address[new.address] > self.caps.per_address:
@@ -152,7 +152,7 @@ class Connections:
         """Record that the unfinished request of a connection has `count` bytes so far.
 
         While all unfinished requests together are too large, the one that has kept the server
-        waiting longest is refused, or this one if none keeps it waiting.
+        waiting longest is refused, or this one if the server waits for none of them.
         """
         self.unfinished += count - connection.unfinished
         connection.unfinished = count

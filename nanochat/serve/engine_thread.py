@@ -25,8 +25,8 @@ class EngineEvent(Protocol):
     def finish(self) -> str | None: ...
 
 
-# One slot in so many may be filled by the replies of one address that follow a JSON schema: while
-# it is the only address, and while other addresses have been active recently.
+# An address may fill one slot in so many with replies that follow a JSON schema: while it is the
+# only address, and while other addresses have been active recently.
 SHARE_ALONE = 2
 SHARE_BESIDE_OTHERS = 8
 RECENT_SECONDS = 60.0
@@ -109,7 +109,7 @@ class Ticket(Generic[E]):
 
 
 class Displaced(Exception):
-    """Raised if a ticket has lost its place in the line to an address with fewer waiting ones."""
+    """Raised if a ticket lost its place in the line to an address with fewer waiting tickets."""
 
 
 class EngineThread(Generic[E]):
@@ -187,7 +187,10 @@ class EngineThread(Generic[E]):
         self._inbox.put(ticket)
 
     def dismiss(self, reason: Exception) -> None:
-        """Make events() of each unfinished ticket raise `reason`; it must still be released."""
+        """Make events() of each unfinished ticket raise `reason`.
+
+        The tickets must still be released.
+        """
         for ticket in self.tickets:
             ticket.tell(reason)
 
@@ -270,8 +273,9 @@ class EngineThread(Generic[E]):
     def _may_begin(self, ticket: Ticket[E]) -> bool:
         """Return whether a ticket may take a slot.
 
-        The replies of one address that follow a JSON schema may fill only a share of the slots.
-        Their token masks can be so slow that other addresses would wait minutes for a slot.
+        With replies that follow a JSON schema, one address may fill only a share of the slots, but
+        at least one. Without this limit, other addresses could wait minutes for a slot, because the
+        token masks of such replies can be slow to compute.
         """
         if ticket.automaton is None:
             return True

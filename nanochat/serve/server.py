@@ -336,8 +336,8 @@ async def read_body(request: Request) -> bytes:
 def decode_json(body: bytes) -> Any:
     """Return the JSON value of a body, with U+FFFD in place of each unpaired surrogate.
 
-    This way, its texts can be sent back in UTF-8. Raises ApiError (400) if the body is not valid
-    JSON in UTF-8, or if a number in it is NaN or infinite.
+    UTF-8, in which answers are sent, cannot encode such a surrogate. Raises ApiError (400) if the
+    body is not valid JSON in UTF-8, or if it contains NaN, Infinity or a float such as 1e999.
     """
     try:
         # Some routes send texts of the request back, which would fail for an unpaired surrogate.

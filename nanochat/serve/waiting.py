@@ -60,7 +60,7 @@ class Line(Generic[W]):
             self._waiting.setdefault(waiter.owner, deque()).append(waiter)
 
     def next(self, may_begin: Callable[[W], bool] = lambda waiter: True) -> W | None:
-        """Return the next address's oldest request, or None if no address has one that may begin.
+        """Return the next address's oldest request, or None if no oldest request may begin yet.
 
         The address then goes to the end of the line. Addresses whose oldest request may not begin
         yet are passed over, and keep their places. The caller begins one part of the request, and

@@ -56,10 +56,10 @@ class Remote:
         self.tokens = 0
 
     def settings(self, flags: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sampling settings of a reply, by name.
+        """Return a reply's sampling settings as a dict from name to value.
 
-        A setting comes from `flags`, those that the user chose, or else from the defaults that the
-        server publishes. It is None if neither has it.
+        A setting comes from `flags`, the settings that the user chose, or else from the defaults
+        that the server publishes. It is None if neither has it.
 
         A nanochat server refuses a reply that does not fit into its context. So a reply gets at
         most three quarters of that context if the user asked for a length, and otherwise at most
@@ -203,7 +203,7 @@ class Remote:
 def _queue_lines(
     response: requests.Response, lines: "queue.SimpleQueue[bytes | Exception | None]"
 ) -> None:
-    """Put the lines of a response into a queue, then None, or the exception that cut it short."""
+    """Put a response's lines into a queue, then None, or the exception that ended the reading."""
     try:
         for line in response.iter_lines(chunk_size=1):
             lines.put(line)

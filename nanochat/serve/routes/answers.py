@@ -159,7 +159,8 @@ class Reply:
     def end(self) -> list[dict[str, Any]]:
         """End the reply, and return the deltas of everything that was held back.
 
-        This may be a calculator call without a result, or text that may belong to a tool call.
+        Until then, a calculator call without a result is held back, and so is text that may belong
+        to a tool call.
         """
         deltas = self._end_calculation(None)
         if self._calls:

@@ -105,7 +105,7 @@ def read_chat(
 ) -> ChatRequest:
     """Check a decoded body, and return it as a ChatRequest.
 
-    Raises ApiError: 404 for an unknown model, else 400.
+    Raises ApiError: 404 for an unknown model, and 400 for any other invalid body.
     """
     fields = read_fields(value, limits, FIELDS, NEUTRAL)
     logprobs = flag(fields, "logprobs")

@@ -135,7 +135,7 @@ def read_completion(
 ) -> CompletionRequest:
     """Check a decoded body, and return it as a CompletionRequest.
 
-    Raises ApiError: 404 for an unknown model, else 400.
+    Raises ApiError: 404 for an unknown model, and 400 for any other invalid body.
     """
     fields = read_fields(value, limits, FIELDS, NEUTRAL)
     max_tokens = integer(fields, "max_tokens", 0, limits.context)
@@ -293,7 +293,8 @@ class CompletionWriter:
     def _echo(self, index: int, token_event: Event) -> str:
         """Return the prompt's text if the event is a reply's first and `echo` is set, else "".
 
-        With the text, the prompt's log-probabilities are listed if the client asked for them.
+        In the first case, the prompt's log-probabilities are also added to those of the reply, if
+        the request has `logprobs`.
         """
         if not self._request.echo or self._choices[index].tokens:
             return ""

@@ -109,8 +109,8 @@ def read_fields(
     """Check a decoded body, and return a dict of its fields, without ignored and null ones.
 
     `names` are the fields that the route reads. `neutral` maps each unsupported field to the values
-    that are accepted because they change nothing. Raises ApiError: 404 for another model, 400 for
-    any other invalid body.
+    that are accepted because they change nothing. Raises ApiError: 404 if the body names another
+    model, and 400 if it is not an object or has a field that is unknown or not supported.
     """
     if not isinstance(value, dict):
         raise invalid("the body must be a JSON object, got " + kind(value))
@@ -249,9 +249,9 @@ def is_tokens(value: Any) -> bool:
 
 
 def token_ids(value: Any, name: str, limits: Limits) -> list[int]:
-    """Return `value` if it is a list of token IDs.
+    """Return the value of the field `name`, after checking that it is a list of token IDs.
 
-    Raises ApiError (400) about the field `name` otherwise.
+    Raises ApiError (400) if it is not, or if an ID is outside the vocabulary.
     """
     if not is_tokens(value):
         raise invalid(f"{name} must be a list of token ids, got {kind(value)}", name)
@@ -355,7 +355,7 @@ def read_settings(
 def read_format(value: Any, name: str) -> str | None:
     """Return the JSON schema (as text) that a response format asks for, or None for free text.
 
-    Raises ApiError (400) about the field `name` for an invalid format.
+    `value` is the format, and `name` its field. Raises ApiError (400) if the format is invalid.
     """
     if value is None:
         return None
@@ -377,7 +377,10 @@ def read_format(value: Any, name: str) -> str | None:
 
 
 def alternatives(fields: Mapping[str, Any], name: str) -> int | None:
-    """Return how many likely tokens to list at each position, or None without the field `name`."""
+    """Return the field `name`, which says how many likely tokens to list at each position.
+
+    Returns None if the field is absent. Raises ApiError (400) if it is invalid.
+    """
     return integer(fields, name, 0, MOST_ALTERNATIVES)
 
 

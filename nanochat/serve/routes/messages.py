@@ -41,7 +41,7 @@ def read_conversation(
     system messages are left out. If `continued` is true, the last message must be a reply for the
     model to continue. `instructions` are put in front of a first system message, or become one.
 
-    Raises ApiError (400) if the messages are malformed.
+    Raises ApiError (400) if the messages are invalid or too many.
     """
     items = _checked_items(items)
     messages = [_message(item, f"messages[{i}]") for i, item in enumerate(items)]
@@ -66,7 +66,10 @@ def read_conversation(
 
 
 def _checked_items(items: Any) -> list[Any]:
-    """Return `items`, or raise ApiError (400) unless it is a list, not empty and not too long."""
+    """Return `items`, the messages of a request, after checking only how many there are.
+
+    Raises ApiError (400) if `items` is not a list, is empty, or has too many messages or parts.
+    """
     if items is None:
         raise missing("messages", "a list of {role, content}")
     if not isinstance(items, list):
@@ -128,7 +131,7 @@ def _joined(messages: list[Message], items: list[Any]) -> list[Message]:
 
 
 def _check_result(items: list[Any], i: int) -> None:
-    """Raise ApiError (400) if item `i` is a tool result that follows no reply or result."""
+    """Raise ApiError (400) if item `i` is a tool result that does not follow a reply or result."""
     if items[i]["role"] != "tool":
         return
     if i == 0 or items[i - 1]["role"] not in ("assistant", "tool"):
@@ -139,7 +142,8 @@ def _check_result(items: list[Any], i: int) -> None:
 def _message(item: Any, name: str) -> Message:
     """Check one message of a request, and return it as a Message.
 
-    Raises ApiError (400) about the field `name` if it is malformed.
+    Raises ApiError (400) if the message is malformed. The error calls it `name`, such as
+    messages[0].
     """
     if not isinstance(item, dict):
         raise invalid(f"{name} must be an object {{role, content}}, got {kind(item)}", name)
@@ -307,9 +311,9 @@ def render_chat(
 ) -> list[int]:
     """Return the tokens of a chat, followed by those that begin the reply.
 
-    A chat that is not in the form of training data is converted by answerable(), unless a published
-    model's template can render it as sent. Raises ApiError (400) about `field` if the template
-    refuses the chat.
+    A chat that does not have the form that answerable() returns is converted to it, unless a
+    published model's template can render the chat as sent. Raises ApiError (400) about `field` if
+    the template refuses the chat.
     """
     plain = answerable(conversation)
     try:

@@ -48,7 +48,9 @@ def tokenize(
 def _text_tokens(fields: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     """Return the tokens of the text in the field `prompt`.
 
-    Raises ApiError (400) if it is missing or not a text.
+    The token that begins a document comes first, if the tokenizer adds one and the field
+    `add_special_tokens` is not false. Raises ApiError (400) if `prompt` is missing, or if one of
+    the fields is invalid.
     """
     prompt = fields.get("prompt")
     if prompt is None:

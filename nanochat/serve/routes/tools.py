@@ -37,7 +37,7 @@ class Tools:
 
     @property
     def schema(self) -> str | None:
-        """The JSON schema (as text) of a reply that must be a call; None if calls are optional."""
+        """The JSON schema (as text) of a reply that must be a call; None if it need not be one."""
         if not self.forced:
             return None
         argument_schemas = _standalone({name: self.parameters[name] for name in self.forced})
@@ -57,12 +57,12 @@ NONE = Tools({}, "", ())
 
 
 def _standalone(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return JSON schemas, by name, changed so that they mean the same inside another schema.
+    """Return a dict of JSON schemas, changed so that they mean the same inside another schema.
 
     A pointer such as #/$defs/Colour starts at the nearest schema around it that has a `$id`, so
     every schema gets a `$id` here. A schema keeps its own `$id`, which its references may name,
-    unless two schemas share it or it begins with #. `$schema` is left out, because drafts before
-    2019-09 ignore a `$id` next to a `$ref`, and draft 4 has no `$id`.
+    unless that is not a string, begins with # or is shared by two schemas. `$schema` is left out,
+    because drafts before 2019-09 ignore a `$id` next to a `$ref`, and draft 4 has no `$id`.
     """
     id_counts = Counter(str(schema.get("$id")) for schema in parameters.values())
     standalone_schemas = {}
@@ -79,7 +79,7 @@ def _standalone(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def read_tools(fields: Mapping[str, Any]) -> Tools:
-    """Return the tools of a request, which are empty if the model must not call any.
+    """Return a request's tools, or NONE (no tools) if there are none or none may be called.
 
     Raises ApiError (400) if `tools` or `tool_choice` is not valid.
     """
@@ -150,7 +150,8 @@ def only_schema(tools: Tools, schema: str | None) -> str | None:
 def _function(item: Any, name: str) -> dict[str, Any]:
     """Check a tool, and return a dict with its name and, if given, description and parameters.
 
-    Raises ApiError (400) about the field `name` if the tool is not a valid function.
+    Raises ApiError (400) if the tool is not a valid function. The error calls it `name`, such as
+    tools[0].
     """
     if not isinstance(item, dict) or item.get("type") != "function":
         form = (
@@ -179,7 +180,8 @@ def _function(item: Any, name: str) -> dict[str, Any]:
 def written_calls(calls: Any, name: str) -> str:
     """Return the tool calls of an assistant message as text in the form that models write.
 
-    Raises ApiError (400) if they are malformed.
+    Raises ApiError (400) if `calls` is not a list of calls whose names and arguments are texts. The
+    arguments need not be valid JSON.
     """
     if not isinstance(calls, list):
         raise invalid(f"{name} must be a list of calls, got {kind(calls)}", name)

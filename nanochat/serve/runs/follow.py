@@ -42,7 +42,7 @@ def figures_of(line: bytes) -> tuple[int, dict[str, float]] | None:
 def open_regular(path: Path) -> int:
     """Open a file for reading, and return its file descriptor.
 
-    Raises OSError if it is missing or not a regular file; reading a pipe could block.
+    Raises OSError if it cannot be opened or is not a regular file; reading a pipe could block.
     """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -73,7 +73,8 @@ class Follower:
         """Read the next piece of the file.
 
         If the file was replaced, or is shorter than what was read, as when a run resumes, reading
-        starts again from the beginning. Raises OSError if the file is gone or not a regular file.
+        starts again from the beginning. Raises OSError if the file cannot be opened or is not a
+        regular file.
         """
         file = open_regular(self.path)
         try:

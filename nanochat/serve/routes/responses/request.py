@@ -116,8 +116,8 @@ def read_response(
 ) -> ResponseRequest:
     """Check a decoded body, and return it as a ResponseRequest.
 
-    `shelf` holds the client's stored responses. Raises ApiError: 404 for an unknown model, else
-    400.
+    `shelf` holds the client's stored responses. Raises ApiError: 404 for an unknown model, and 400
+    for any other invalid body.
     """
     fields = read_fields(value, limits, FIELDS, NEUTRAL)
     store = flag(value, "store", True)
