@@ -45,7 +45,7 @@ class Branches:
     def hidden(
         self, prompts: Sequence[Sequence[int]], prefix_lengths: Sequence[int]
     ) -> Tensor:  # (B, T, C)
-        """Return the hidden states of every prompt b, from token prefix_lengths[b] on.
+        """Return, for each prompt b, the hidden states from token prefix_lengths[b] on.
 
         If consecutive prompts have the same prefix of that length, the model reads it only once.
         """

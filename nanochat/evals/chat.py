@@ -93,9 +93,10 @@ def evaluate(
     into the context are left out, starting with the first.
 
     `on_reply` is called with every written reply of this rank, and `on_record` with a record of
-    every answer. With `graphs`, decoding steps are captured and replayed. Raises UserError on every
-    rank if there is no problem or if `samples` or `batch_size` is less than 1 (exit code 2), or if
-    any rank finds a malformed problem. Raises signals.Stopped if any rank is asked to stop.
+    each of its answers. With `graphs`, decoding steps are replayed as captured graphs. Raises
+    UserError on every rank if there is no problem or if `samples` or `batch_size` is less than 1
+    (exit code 2), or if any rank finds a malformed problem or a letter that is not one token.
+    Raises signals.Stopped if any rank is asked to stop.
     """
     total = len(task) if limit is None else min(limit, len(task))
     if min(total, samples, batch_size) < 1:
@@ -167,7 +168,7 @@ def _total_score(
 def _prompt(task: Task, i: int, tokenizer: Tokenizer, max_tokens: int) -> list[int]:
     """Return the tokens of problem i's prompt, with as many of the task's examples as fit.
 
-    Without examples, the prompt may still exceed `max_tokens`.
+    Even without examples, the prompt may exceed `max_tokens`.
     """
     conversation = task[i]
     tokens = tokenizer.render_prompt(conversation)

@@ -120,7 +120,8 @@ def _fit(
 ) -> tuple[list[PromptRow], bool]:
     """Return a question's rows with as many examples as fit, and whether any are left out.
 
-    The first examples are left out first. Without any, the rows may still exceed `max_tokens`.
+    The first examples are left out first. Even without any, a row may have more than `max_tokens`
+    tokens for the model to read.
     """
     for first in range(len(cloze.examples) + 1):
         context = cloze.intro + "".join(cloze.examples[first:]) + cloze.question

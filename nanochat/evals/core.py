@@ -120,7 +120,7 @@ def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = 
     """Download the published bundle (162 MB) to <base>/eval_bundle, and return that folder.
 
     The folder only appears once it is complete. Call this on one rank only. Raises UserError if the
-    download fails, or if the archive is not an eval bundle.
+    download fails, or if the archive is too large or not an eval bundle.
     """
     base = base_dir()
     target = base / "eval_bundle"

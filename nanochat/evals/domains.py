@@ -117,7 +117,7 @@ def evaluate_domains(
     tokens_per_batch: int,
     compute: Compute,
 ) -> dict[str, Loss]:
-    """Return the loss on about the first `tokens` tokens of the validation split, by domain.
+    """Return a dict from domain to loss, for about the first `tokens` validation tokens.
 
     The ranks divide the rows. Documents that are longer than the context are cut, and each part is
     read without the parts before it, so results differ slightly from those of packed rows. Raises

@@ -39,7 +39,10 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """The total log-probability of a row's scored tokens in nats, and their number."""
+    """The total log-probability of a row's scored tokens in nats, and their number.
+
+    With `greedy`, score_rows() replaces the log-probability by minus the number of misses.
+    """
 
     logprob: float
     tokens: int
@@ -248,8 +251,8 @@ def _losses(
 ) -> Tensor:
     """Return all scored tokens' losses, in the order of `inputs` and their rows.
 
-    They are in float64 on the host. With `greedy`, they are the results of _misses(), else nats.
-    Raises UserError if a loss is not finite.
+    They are float64 on the host, in nats or, with `greedy`, as _misses() counts them. Raises
+    UserError if a loss is not finite.
     """
     states = branches.hidden(
         [model_input.tokens for model_input in inputs], prefix_lengths

@@ -139,7 +139,7 @@ def add_references(
 def _load(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
     """Return the saved log-probabilities, or None if there is no such file.
 
-    If the file is damaged or holds other shapes or types, warn and return None.
+    If the file is damaged or holds another shape or type, warn and return None.
     """
     if not path.exists():
         return None

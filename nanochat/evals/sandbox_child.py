@@ -378,8 +378,8 @@ def main(
 ) -> None:
     """Fork into the supervisor and the process of the program, which is read from standard input.
 
-    The supervisor exits with supervise()'s code. The program's process returns only if the program
-    reaches its end.
+    The supervisor exits with supervise()'s code, or with 125 if it cannot fork or isolate the
+    program. The program's process returns only if the program reaches its end.
     """
     die_with_parent()
     if os.getppid() != parent:

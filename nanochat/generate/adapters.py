@@ -93,7 +93,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def rows(self, numbers: Sequence[int], fixed: bool = False) -> Iterator[None]:
-        """Return a context manager that gives row i of every pass the adapter `numbers[i]`.
+        """Return a context manager that gives row i of each pass the adapter with index numbers[i].
 
         With `fixed`, which graphs need, all passes of single tokens with the same number of rows
         run the same operators on the same memory, whichever adapters the rows have.
@@ -117,7 +117,7 @@ class Adapters:
 
     @property
     def current(self) -> _Rows | None:
-        """The adapters of the rows of the current pass, or None if the pass uses no adapter."""
+        """The _Rows of the current pass, or None if the pass is to be computed without adapters."""
         if self._rows is None or self._rows.shared == NONE:
             return None
         return self._rows

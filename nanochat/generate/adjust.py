@@ -70,7 +70,7 @@ class History:
     def biases(self) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens, and the amount to add to the logit of each.
 
-        Until the reply has its minimum length, this includes -inf for every token that ends it.
+        Until the reply has its minimum length, they include -inf for every token that ends it.
         """
         if self.generated >= self._sampling.min_tokens:
             return self._biased, self._biases
@@ -128,7 +128,7 @@ def _penalise(logits: Tensor, histories: Mapping[int, History]) -> None:
 
 
 def _add_biases(logits: Tensor, histories: Mapping[int, History]) -> None:
-    """Add each row's biases to its logits, including -inf for tokens that may not end the reply."""
+    """Add each row's biases to its logits, including -inf for end tokens before min_tokens."""
     V = logits.size(1)
     positions = []
     biases = []

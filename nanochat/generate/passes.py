@@ -1,7 +1,7 @@
 """Runs new tokens of requests through the model, and computes the scores of prompts.
 
-Only Passes.decode() can replay graphs of fixed shapes instead (graphs.py). With `pad`, a decoding
-pass has one of a few shapes, (1, 1), (2, 1), (4, 1) and so on, where the slots have room.
+Only Passes.decode() can replay a captured graph instead (graphs.py). With `pad`, decoding passes
+have only a few shapes, (1, 1), (2, 1), (4, 1) and so on, as far as the slots have room.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ class Passes:
         """Set up the passes of a model over a cache.
 
         `length` is the length of a slot in tokens. `pad` rounds the shape of every pass up to
-        powers of two, where the slots have room. `adapters` are those that requests may ask for,
-        and `graphs` replays decoding passes.
+        powers of two, as far as the slots have room. `adapters` are those that requests may ask
+        for, and `graphs` replays decoding passes.
         """
         self.model = model
         self.cache = cache

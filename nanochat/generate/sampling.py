@@ -225,7 +225,7 @@ def chat_drawing(
 
 
 def uniform(generator: random.Random) -> float:
-    """Return a random number in [0, 1) for choose(), the same on every device."""
+    """Return a random number in [0, 1) for choose(), which does not depend on the device."""
     return generator.getrandbits(UNIFORM_BITS) / 2**UNIFORM_BITS
 
 
@@ -426,7 +426,7 @@ def _draw_top(
     same_top_k: bool,  # whether all rows have that top_k
     nuclei: Sequence[float],  # top_p of each row, or NO_NUCLEUS if it is not used
 ) -> Tensor:  # (B,) token ids
-    """Sample a token of each row from its top_k most likely ones, limited to those in top_p."""
+    """Sample a token for each row from those of its top_k most likely ones that top_p keeps."""
     top, index = logits.topk(widest, dim=1)
     if not same_top_k:
         beyond = torch.arange(widest, device=top.device) >= settings[:, 2:].clamp_min(1)

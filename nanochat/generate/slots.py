@@ -124,7 +124,7 @@ class Slots:
     # --- common prefixes -------------------------------------------------------------------------
 
     def _reusable(self, request: Request, donor: Request) -> int:
-        """Return how many prompt tokens a request can reuse from the donor's slot, 0 if too few."""
+        """Return how many prompt tokens can be reused from the donor's slot, or 0 if below 16."""
         if request.tokens[:MIN_PREFIX] != donor.tokens[:MIN_PREFIX]:
             return 0
         if request.sampling.adapter != donor.sampling.adapter:
@@ -180,7 +180,10 @@ class Slots:
             self._copy_prefix(source, slot, request, length)
 
     def will_share(self, request: Request, donor: Request) -> bool:
-        """Return whether the request could reuse part of the donor's prompt once that is cached."""
+        """Return whether the request could reuse more tokens once the donor's prompt is cached.
+
+        Fewer than 16 more do not count.
+        """
         if request.sampling.prompt_logprobs not in (None, donor.sampling.prompt_logprobs):
             return False
         if request.sampling.adapter != donor.sampling.adapter:
@@ -210,7 +213,7 @@ class Slots:
         donor: Request,
         length: int,
     ) -> None:
-        """Cut a slot with the donor's tokens to the first `length`, which the request reuses."""
+        """Cut the donor's tokens in `slot` to the first `length`, which the request then reuses."""
         if length != donor.cached:
             if self.cache.cuts_anywhere:
                 self.cache.cut(slot, length, donor.tokens[length - 1])
@@ -258,8 +261,8 @@ class Slots:
     def leave(self, slot: int) -> None:
         """End a request, leaving its cached tokens in the first slot behind the active ones.
 
-        Fewer than 16 tokens are dropped. If the request was ready, the last ready request takes its
-        slot. The prefilling requests then move up in order.
+        If there are fewer than 16, they are dropped. If the request was ready, the last ready
+        request takes its slot. The prefilling requests then move up in order.
         """
         request = self.requests[slot]
         assert request is not None

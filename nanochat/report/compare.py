@@ -102,8 +102,8 @@ def named(runs: Sequence[Run]) -> list[Run]:
 def measures(runs: Sequence[Run]) -> list[list[str]]:
     """Return the rows of the table of measures, one for each (measure, stage) that any run has.
 
-    A row holds a label, then the value for each run, with a 95 % interval for the accuracy of a
-    chat task, or "" for a run without it.
+    A row holds a label, then a cell for each run: the value, with its 95 % interval if it is the
+    accuracy of a chat task, or "" if the run lacks the measure.
     """
     keys: dict[tuple[str, str], None] = {}  # (measure, stage), in the order of the stages
     for stage in COLUMNS:
@@ -163,7 +163,10 @@ def _total_costs(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a table row for each host fact and setting that differs, except those in IGNORED."""
+    """Return a table row for each host fact and setting that differs between runs.
+
+    Settings that always differ or have no effect (IGNORED) are left out.
+    """
     rows = []
     for key in HOST_FACTS:
         facts = [cell(run.report["environment"].get(key, "")) for run in runs]
@@ -186,7 +189,7 @@ def _differs(values: Sequence[str]) -> bool:
 
 
 def _pictures(runs: Sequence[Run]) -> dict[str, bytes]:
-    """Return the curves of each training stage that several runs have, as file name -> PNG."""
+    """Return a dict from file name to PNG, with the curves of each stage that several runs have."""
     pictures = {}
     for stage in COLUMNS:
         sections = {run.name: run.training(stage) for run in runs}

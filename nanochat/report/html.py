@@ -28,7 +28,7 @@ blockquote { border-left: .25rem solid #d80; margin-left: 0; padding-left: 1rem;
 
 
 def page(title: str, markdown: str, pictures: Mapping[str, bytes]) -> str:
-    """Convert the report `markdown` to one HTML document, and return it.
+    """Return the Markdown text `markdown` as one HTML document.
 
     `pictures` maps file names in `markdown` to PNGs, which are embedded. HTML in `markdown` is
     shown as text, except for the report's own <details>.

@@ -75,7 +75,7 @@ SAMPLE_TASKS = (
 
 
 def cell(value: Any) -> str:
-    """Format a value as the text of one table cell."""
+    """Return a value as the text of one table cell."""
     if isinstance(value, float):
         return f"{value:.4f}" if abs(value) < 10 else f"{value:,.1f}"
     if isinstance(value, int) and not isinstance(value, bool):

@@ -137,14 +137,14 @@ def roll_out(
 ) -> tuple[Rollouts, list[Sample]]:
     """Sample and grade replies to problems, and return this rank's batches and trained samples.
 
-    The ranks divide `numbers`, the indices of the problems. At most one in `policy.oversample` is
-    trained on. `shuffle` reorders the rewards of all ranks at random, as a control. Shuffling
-    within each group would not be a fair control: if most replies are right, most orders lower the
-    total advantage of the right replies a little and few raise it a lot, and optimizers that
-    normalise the size of a step let the frequent changes win.
+    The ranks divide `numbers`, the indices of the problems. Of these problems, at most one in
+    `policy.oversample` is trained on. `shuffle` reorders the rewards of all ranks at random, as a
+    control. Shuffling within each group would not be a fair control: if most replies are right,
+    most orders lower the total advantage of the right replies a little and few raise it a lot, and
+    optimizers that normalise the size of a step let the frequent changes win.
 
-    With `groups`, which samples from `model`, replies are sampled and trained on as trees.
-    `policy.kl` above 0 needs `reference`, the model that tokens are pulled back to.
+    With `groups`, which must sample from `model`, replies are sampled and trained on as trees.
+    `reference` is the model that `policy.kl` pulls tokens back to; without it, nothing is pulled.
     """
     own_numbers = list(numbers[compute.rank :: compute.world_size])
     prompts = [tokenizer.render_prompt(task[number]) for number in own_numbers]

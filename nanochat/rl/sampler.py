@@ -28,7 +28,7 @@ class Sampler:
         self.model.to_empty(device=compute.device)
 
     def renew(self, trained: Model) -> None:
-        """Copy the weights of the trained model. Every rank must call this after each update."""
+        """Copy the weights of `trained` to `model`. Every rank must call this after each update."""
         module = cast(nn.Module, self.model)
         self.operations.release(module)
         parallel.refresh(self.model, cast(nn.Module, trained))

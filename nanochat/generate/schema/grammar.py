@@ -66,7 +66,7 @@ class Automaton:
 
     @property
     def size(self) -> float:
-        """The estimated upper bound of the automaton's memory, in bytes."""
+        """The estimated upper bound on the automaton's memory, in bytes."""
         states = min(self.grown * BYTES_PER_SECOND, STATES_BYTES)
         return self._compile_seconds * BYTES_PER_SECOND + states
 

@@ -54,7 +54,7 @@ class Trial:
         self._lock = threading.Lock()
 
     def check(self, content: Mapping[str, Any], text: str) -> None:
-        """Raise UserError if a schema's automaton fails or may take too much time or memory.
+        """Raise UserError if making a schema's automaton fails or may take too much time or memory.
 
         `content` is the decoded schema, and `text` the same as JSON.
         """
@@ -83,7 +83,7 @@ class Trial:
 def patterns_together(content: Mapping[str, Any]) -> int:
     """Return how many different patterns and formats a schema has if it combines schemas, else 0.
 
-    Only then may one text have to meet many of them at once.
+    Only a schema that combines others can make one text meet many patterns at once.
     """
     patterns: set[tuple[str, str]] = set()
     combines = False
