@@ -92,7 +92,7 @@ class MuonArithmetic:
     def place(self, matrices: Sequence[nn.Parameter]) -> None:
         """Move matrices to where they can be stepped fastest, keeping the Parameter objects.
 
-        Here they stay where they are.
+        This class leaves them where they are.
         """
 
     def update(

@@ -82,7 +82,7 @@ class Rates:
 def rates_of(chip: Chip) -> Rates | None:
     """Return the rates of a kind of card, estimated from its data sheet.
 
-    Return None if its peak or its bandwidths are unknown.
+    Returns None if its peak or its bandwidths are unknown.
     """
     rating = RATINGS.get(chip.name)
     if rating is None or not chip.tflops:
