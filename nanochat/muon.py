@@ -28,7 +28,7 @@ POLAR_EXPRESS = (
 def polar_express(
     x: Tensor,  # (K, rows, cols), singular values at most 1
 ) -> Tensor:  # (K, rows, cols)
-    """Return the matrices with singular values near 1, by polynomials in their Gram matrices."""
+    """Return the matrices, their singular values brought near 1 by polynomials in Gram matrices."""
     is_tall = x.size(-2) > x.size(-1)
     if is_tall:  # so that the Gram matrix is the smaller of the two
         x = x.mT

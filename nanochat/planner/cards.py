@@ -29,7 +29,7 @@ LAUNCH_SECONDS = 12e-6  # host time to launch an operator; assumed, as no figure
 
 @dataclass(frozen=True)
 class Rating:
-    """A card's bandwidths from its data sheet in bytes per second (per direction, for links)."""
+    """A card's bandwidths in bytes per second (links: per direction), and its best matmul speed."""
 
     memory: float
     link: float  # to the cards of its server
