@@ -368,8 +368,8 @@ class OldFlags:
     def translated(self, argv: Sequence[str], current: Container[str]) -> list[str]:
         """Return a command line with current flags in place of renamed and replaced ones.
 
-        `current` holds the names of the program's flags. Every replacement is printed as a warning.
-        Raises UserError (exit code 2) if a flag was removed.
+        `current` holds the program's flag names. Each replacement is printed as a warning. A
+        replaced switch stays if it is set to False. Raises UserError (exit code 2) for removed flags.
         """
         words = []
         for word in argv:

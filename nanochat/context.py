@@ -270,7 +270,7 @@ class Cached:
     def previous(self, x: Tensor) -> Tensor:
         """Return x shifted right by one token, with each slot's last cached token in front.
 
-        If x holds embeddings, that is the token's embedding. An empty slot gives 0.
+        If x holds embeddings, that token's embedding is put there. An empty slot gives 0.
         """
         self._keeps_last = True
         first = self.cache.last[self.slots, None]

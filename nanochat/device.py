@@ -178,9 +178,9 @@ def compute_init(requested: str | None = None, kernels: str = "auto") -> Compute
 
     `requested` is a device type, or None or "" for the one chosen at import; `kernels` is the value
     of --kernels. On every device, CPU tensors are exchanged over gloo, so that ranks can share a
-    flag without touching the accelerator. Raises UserError if the device or NANOCHAT_DTYPE cannot
-    be used, if the CPU was chosen only because this host's cards cannot be used, or if the
-    launcher's variables are incomplete.
+    flag without touching the accelerator. Raises UserError if the device, NANOCHAT_DTYPE or
+    `kernels` cannot be used, if the CPU was chosen only because this host's cards cannot be used,
+    or if the launcher's variables are incomplete or invalid, or name a port that is taken.
     """
     name, collectives, why = choose(requested) if requested else (device_type, backend, reason)
     if not requested:
@@ -383,9 +383,9 @@ def memory_peak(compute: Compute) -> int:
 def peak_flops(compute: Compute) -> tuple[float, str]:
     """Return the peak FLOP/s that MFU is measured against, and where this value comes from.
 
-    NANOCHAT_PEAK_TFLOPS overrides it. A known accelerator has the dense peak of its data sheet. On
-    any other device, including a CPU, the speed of matrix products is measured. Raises UserError
-    (exit code 2) if the variable is not a number.
+    NANOCHAT_PEAK_TFLOPS overrides it. A known accelerator has its published or estimated dense
+    peak. On any other device, including a CPU, the speed of matrix products is measured. Raises
+    UserError (exit code 2) if the variable is not a number.
     """
     if override := os.environ.get("NANOCHAT_PEAK_TFLOPS"):
         try:

@@ -45,7 +45,7 @@ class GPTConfig:
     # repeated over the layers: L sees the whole context, S a quarter; the last layer is always L
     window_pattern: str = "SSSL"
     bigram_rows: int = 0  # rows of the table of hashed token pairs; 0: no table
-    # the number of first layers in which half of each key is that of the token before
+    # how many layers, from the first on, take half of each key from the token before
     offset_layers: int = 0
 
     def __post_init__(self) -> None:

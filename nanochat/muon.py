@@ -28,7 +28,7 @@ POLAR_EXPRESS = (
 def polar_express(
     x: Tensor,  # (K, rows, cols), singular values at most 1
 ) -> Tensor:  # (K, rows, cols)
-    """Return the matrices with singular values near 1, by polynomials in their Gram matrices."""
+    """Return the matrices, their singular values brought near 1 by polynomials in Gram matrices."""
     is_tall = x.size(-2) > x.size(-1)
     if is_tall:  # so that the Gram matrix is the smaller of the two
         x = x.mT
@@ -92,7 +92,7 @@ class MuonArithmetic:
     def place(self, matrices: Sequence[nn.Parameter]) -> None:
         """Move matrices to where they can be stepped fastest, keeping the Parameter objects.
 
-        Here they stay where they are.
+        This class leaves them where they are.
         """
 
     def update(

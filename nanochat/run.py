@@ -118,7 +118,7 @@ def open_folder(
 def parent_of(
     source: str, step: int | None, stage: str, flags: StageFlags, own_file: str | None
 ) -> tuple[Parent, str]:
-    """Return the checkpoint that a stage starts from and the tag of those it writes; log both.
+    """Return and log the checkpoint that a stage starts from, and the tag of its own checkpoints.
 
     The checkpoint is the one of `step`, or the newest if `step` is None. `own_file` is the user's
     own data file, if the stage learns from one. Raises UserError as find_parent() does.
@@ -351,7 +351,7 @@ class Run:
             ) from unknown
 
     def _announce(self) -> None:
-        """Log the expected time if at least a minute, and warn if a CPU needs over an hour."""
+        """Log the expected time unless it is under a minute; warn if a CPU needs over an hour."""
         seconds = self.meter.expected(self.step)
         if seconds >= ANNOUNCED_SECONDS:
             log(
@@ -386,12 +386,12 @@ class Run:
         return self._state.get("line") if owed else None
 
     def prepare(self, rows: Source, batch: Batch, loss: PassLoss = sum_of_losses) -> nn.Module:
-        """Return the model to train with: captured, compiled or unchanged.
+        """Return the model to train with: captured as a graph, compiled or unchanged.
 
-        It is captured with --graphs. Otherwise it is compiled with --compile or, by default, if
-        compiling pays off. `loss` must call the model as the training loop does, because other
-        arguments would compile another graph. A signal interrupts compilation at once by raising
-        signals.Stopped.
+        With --graphs, the model is captured. Otherwise it is compiled with --compile or, by
+        default, if compiling pays off. `loss` must call the model as the training loop does,
+        because other arguments would compile another graph. A signal interrupts compilation at once
+        by raising signals.Stopped.
         """
         compute = self.compute
         length = rows.row_tokens - 1
@@ -430,7 +430,7 @@ class Run:
         )
 
     def batches(self, rows: Source, batch: Batch) -> Iterator[dataloader.Step]:
-        """Return an endless iterator over this rank's data, from the next step on."""
+        """Return an endless iterator over the data of this rank's steps, from the next one on."""
         first_row = self.step * batch.rows_per_step
         return dataloader.steps(
             rows, first_row, batch.rows_per_step, batch.device_batch_size, self.compute
@@ -461,10 +461,10 @@ class Run:
 
     @contextlib.contextmanager
     def between_steps(self, every: int, ends: bool = False) -> Iterator[bool]:
-        """Yield whether to measure now, and write the metrics of the last step after the block.
+        """Yield whether to measure now, and write the latest step's metrics after the block.
 
-        A measurement is due every `every` steps and after the last one, but never if `every` is 0.
-        With `ends`, it is due before the first step and after the last one in any case. No step is
+        A measurement is due every `every` steps and at the end of the run, but never if `every` is
+        0. With `ends`, it is due before the first step and at the end in any case. No step is
         measured twice. If a signal cuts a measurement short, the next start of the run repeats it.
         The clock of the next step starts after the block.
         """
@@ -491,12 +491,12 @@ class Run:
         return due(self.step, every, last and not ends)
 
     def record(self, **figures: float) -> None:
-        """Add measured figures to the metrics of the last step."""
+        """Add measured figures to the latest step's metrics."""
         assert self._line is not None, "figures belong into a block of between_steps() that is due"
         self._line |= figures
 
     def _flush(self) -> None:
-        """Write the last step's line to metrics.jsonl, if it is complete and not written yet."""
+        """Write the latest step's line to metrics.jsonl, if it is complete and not written yet."""
         if self._line is None or self._cut:
             return
         if len(self._line) > 1:
@@ -564,7 +564,7 @@ class Run:
         return self._clock.due(self.compute, self._saver.busy, self._saver.failed)
 
     def _save(self) -> None:
-        """Save the last step in the background; with --graphs, wait until its state is copied."""
+        """Save the latest step in the background; with --graphs, wait until its state is copied."""
         assert self._line is not None
         state = {
             "meter": self.meter.state(),

@@ -120,7 +120,7 @@ def check_fits(depth: int, plan: Plan, chip: Chip) -> None:
 def tuning_of(cfg: Config, folder: Path, ranks: int) -> Tuning:
     """Return the fine-tuning settings that the flags describe for the model in `folder`.
 
-    Raises UserError (exit code 2) if the number of rows or tokens is less than 1.
+    Raises UserError if a flag cannot be used (exit code 2), and as read_config() does.
     """
     for flag in ("device_batch_size", "max_length"):
         if getattr(cfg, flag) < 1:

@@ -29,7 +29,7 @@ LAUNCH_SECONDS = 12e-6  # host time to launch an operator; assumed, as no figure
 
 @dataclass(frozen=True)
 class Rating:
-    """A card's bandwidths from its data sheet in bytes per second (per direction, for links)."""
+    """A card's bandwidths in bytes per second (links: per direction), and its best matmul speed."""
 
     memory: float
     link: float  # to the cards of its server
@@ -82,7 +82,7 @@ class Rates:
 def rates_of(chip: Chip) -> Rates | None:
     """Return the rates of a kind of card, estimated from its data sheet.
 
-    Return None if its peak or its bandwidths are unknown.
+    Returns None if its peak or its bandwidths are unknown.
     """
     rating = RATINGS.get(chip.name)
     if rating is None or not chip.tflops:

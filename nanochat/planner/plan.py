@@ -50,7 +50,7 @@ class Plan:
 
 
 def uncertainty(rates: Rates, ranks: int, measured: bool) -> int:
-    """Return the percentage by which a prediction may be off, less if the rates are `measured`."""
+    """Return the percentage by which a prediction may be off, which is less for `measured` rates."""
     within = OF_PUBLISHED if measured else OF_COUNTED
     if ranks > rates.server:
         within += BETWEEN_SERVERS

@@ -32,7 +32,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def rounded(value: float) -> str:
-    """Format a prediction as an integer with at most three significant digits.
+    """Return a prediction as text: an integer with at most three significant digits.
 
     More digits would suggest too much precision.
     """
@@ -43,7 +43,7 @@ def rounded(value: float) -> str:
 
 
 def cells(plan: Plan, chip: Chip) -> list[str]:
-    """Return the cells after the depth in a plan's row of the table made by of_plans()."""
+    """Return the cells that follow the depth in a plan's row of the table; see of_plans()."""
     memory = f"{plan.memory / 2**30:.0f}"
     disk = f"{plan.disk / 1e9:,.0f}"
     unknown = ["-", "-", "-"]

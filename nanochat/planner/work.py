@@ -105,7 +105,7 @@ class Traffic:
         return tokens * per_token + weights
 
     def of_step(self, size: Size) -> float:
-        """Return the bytes that the optimizer moves in a step, summed over all ranks."""
+        """Return the bytes that the optimizer moves in a step, for one whole copy of the model."""
         return self.matrix_step * size.matrices + self.table_step * (size.tables + size.head)
 
 

@@ -210,7 +210,8 @@ class Epochs:
         """Return the number of steps that the flags ask for.
 
         If the number follows from num_epochs and is below 20 (FEW_STEPS), too few to learn much,
-        warn, and advise `smaller_steps`, such as "a smaller --total_batch_size".
+        warn, and advise more epochs or, if a step has several items, `smaller_steps`, such as "a
+        smaller --total_batch_size".
         """
         if self.num_iterations is not None:
             return self.num_iterations

@@ -56,7 +56,7 @@ def model_config(
     If `bigram_rows` is "auto", a GPT gets a bigram table unless it would teach little about the
     corpus; keep_bigrams() later removes it if the text is read too often. A Qwen3's MLP has 8/3
     times as many channels as the model, so that its layers have about as many parameters as a
-    GPT's. Raises UserError (exit code 2) if the sizes are invalid or do not fit together.
+    GPT's. Raises UserError if the sizes are invalid or do not fit together.
     """
     sizes = {
         "depth": depth,
@@ -219,8 +219,8 @@ def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Co
 def check_disk(folder: Path, parameters: int, checkpoint: float, keep: int) -> None:
     """Raise UserError if the disk of a folder cannot hold two checkpoints of `checkpoint` bytes.
 
-    Warn if it cannot hold the `keep` newest and one more. Checkpoints that are already in the
-    folder count as free space.
+    Warn, unless `keep` is 0 (keep all), if it cannot hold the `keep` newest and one more.
+    Checkpoints that are already in the folder count as free space.
     """
     disk = next(place for place in (folder, *folder.parents) if place.exists())
     free = shutil.disk_usage(disk).free

@@ -20,7 +20,7 @@ from nanochat.train import samples
 
 
 class Sums(Protocol):
-    """A loss that also computes other figures, such as the loss over preferences."""
+    """A loss function that also computes other figures, as the preference loss does (Protocol)."""
 
     @property
     def figures(self) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ DOWNLOADS, CHATS = 3.5e9, 1.5e9
 def of_run(
     checkpoint: float, texts: Mapping[str, float], vocab_size: int, published_chats: bool
 ) -> dict[str, float]:
-    """Return a dict with the most bytes that each kind of a run's data takes on disk.
+    """Return a dict from each kind of data in a run to the most bytes that it takes on disk.
 
     `checkpoint` is the number of bytes in a checkpoint's tensors (optim.saved_bytes), and `texts`
     maps each corpus to the bytes of its shards. `published_chats` says whether later stages learn
