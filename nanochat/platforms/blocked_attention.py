@@ -1,7 +1,7 @@
 """Attention computed with matmuls over a few blocks of queries.
 
-This is for accelerators without fused attention, and for compiled models on CPUs. Shapes: N heads
-over all rows of a batch, T time, D head dimension.
+This is for accelerators without fused attention, and for compiled bf16 models on CPUs. Shapes: N
+heads over all rows of a batch, T time, D head dimension.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ def _block_size(T: int) -> int:
 
 
 def _query_blocks(T: int, window: int) -> list[Block]:
-    """Return the blocks of T queries, at most four, because each is compiled separately."""
+    """Return at most four blocks that cover T queries; each block is compiled separately."""
     size = _block_size(T)
     blocks = []
     for start in range(0, T, size):

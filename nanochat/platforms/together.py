@@ -127,7 +127,7 @@ def cast_together(
     layers: Sequence[Layer],
     dtype: torch.dtype,
 ) -> list[list[Tensor]]:
-    """Return one list per layer, with each of its units as a differentiable matrix in `dtype`.
+    """Return a list of lists: for each layer, each unit as a differentiable matrix in `dtype`.
 
     A forward pass calls this once, instead of casting matrices one by one.
     """

@@ -75,7 +75,7 @@ def _lock(file: int) -> None:
 def being_written(path: Path) -> bool | None:
     """Return whether a training process on this host has a metrics.jsonl open for writing.
 
-    Return None if the file system has no locks.
+    Returns None if the file system has no locks.
     """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
