@@ -242,7 +242,7 @@ class Platform:
     def prepare_collectives(self) -> int:
         """Set the backend's environment variables, and return the collectives' time-out in seconds.
 
-        Variables that the user has set are kept. By default, none are needed.
+        Variables that the user has set are kept. By default, none are set.
         """
         return 2400
 
@@ -341,7 +341,7 @@ class Platform:
         return int(self.module.mem_get_info()[0])
 
     def memory_peak(self) -> int:
-        """Return the peak number of bytes that this process has had allocated.
+        """Return the largest number of bytes that this process has had allocated at one time.
 
         start_memory_watch() resets the peak.
         """
@@ -385,7 +385,7 @@ class Platform:
         call: torch.nn.Module,
         samples: tuple[torch.Tensor, ...],
     ) -> Callable[..., Any]:
-        """Return a version of the module `call` that launches each of its two passes as one graph.
+        """Return a version of the module `call` that runs forward and backward in one launch each.
 
         Inputs must have the shapes of `samples`. Capturing runs the module a few times and may
         leave gradients in its parameters. The module's arguments and results must be tensors, and
@@ -428,7 +428,7 @@ class Platform:
 
     @contextlib.contextmanager
     def saving_memory(self, tokens: int) -> Iterator[None]:
-        """Let models compiled in this block save memory if the `tokens` of a pass are many.
+        """Let models compiled in this block save memory if `tokens`, the size of a pass, is large.
 
         By default, this does nothing.
         """

@@ -206,9 +206,9 @@ class BlockedAttention(torch.autograd.Function):
     (4,096 tokens, T 512, one thread: 42 against 96 ms forward and backward). Uncompiled, blocked
     attention is no faster on CPUs.
 
-    In a compiled model, blocked attention is an opaque operator. Otherwise the compiler would see
-    that the weights are computed twice and keep those of the forward pass, which take most of a
-    step's memory at T 2,048. `hidden` is the score of a key that a query must not see.
+    In a compiled model, blocked attention is an opaque operator. If it were not, the compiler would
+    see that the weights are computed twice, and keep those of the forward pass, which take most of
+    a step's memory at T 2,048. `hidden` is the score of a key that a query must not see.
     """
 
     @staticmethod

@@ -26,8 +26,8 @@ class Child:
     """Answers questions with a script that runs in a child process.
 
     The script defines begin(setup), which returns a function that answers one question. The child
-    starts with the first question. It ends with close() or with this object and, at the latest when
-    the time for its current question is up, with the parent.
+    starts with the first question, and ends with close() or with this object. If the parent is
+    killed, the child ends once its current question is answered or has used up its time.
     """
 
     def __init__(self, script: Path, setup: Any):

@@ -262,10 +262,10 @@ class Ranks:
 def read_ranks(met: bool, environ: Mapping[str, str] = os.environ) -> Ranks:
     """Return this process's ranks in its job, read from the launcher's environment variables.
 
-    An empty variable counts as unset. Without RANK, LOCAL_RANK and WORLD_SIZE, the process is alone.
-    If `met`, the process group already exists, so no address is needed. Raises UserError (exit code
-    2) if a job of several lacks a variable, or if one is invalid, because a process that guessed
-    would wait for the others forever, or train alone.
+    An empty variable counts as unset. If RANK, LOCAL_RANK and WORLD_SIZE are unset, the process is
+    alone. If `met`, the process group already exists, so no address is needed. Raises UserError
+    (exit code 2) if a job of several processes lacks a variable, or if one is invalid, because a
+    process that guessed would wait for the others forever, or train alone.
     """
     variables = {
         "RANK": environ.get("RANK", ""),

@@ -260,7 +260,7 @@ LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def operations_of(model: nn.Module) -> Operations:
-    """Return the operations that accelerate() gave a model, or new plain ones if it gave none."""
+    """Return the operations that accelerate() gave a model, or new plain-torch ones if none."""
     attention = getattr(model, "attention", None)
     if isinstance(attention, Operations):
         return attention

@@ -301,7 +301,10 @@ class Operations(PlainAttention):
         gate: nn.Module,  # from the first channels of x to (B, T, 1)
         smear_lambda: Tensor,  # (1,) fp32
     ) -> Tensor:  # (B, T, C)
-        """Return x plus smear_lambda sigmoid(gate(x)) times the token before's x (0 if none)."""
+        """Return x plus smear_lambda sigmoid(gate(x)) times the x of the token before.
+
+        The first token of a sequence is left unchanged.
+        """
         if previous is None:
             previous = Rows().previous(x)
         opened = torch.sigmoid(gate(_first_channels(x, gate)))
@@ -360,7 +363,7 @@ class Operations(PlainAttention):
 
         Tokens are dropped only in uncompiled code and only if `skips_masked` is set. Those with a
         target then come first, and a multiple of 256 tokens (ROW_GRAIN) remains, because tensors of
-        many different sizes reuse memory less often. Fewer tokens are returned unchanged.
+        many different sizes reuse memory less often. If that drops none, nothing is reordered.
         """
         if not self.skips_masked or is_compiling():  # compiled code wants one shape
             return x, targets, weights

@@ -1,7 +1,7 @@
 """Functions that cast, move or multiply by several matrices at once.
 
 Most are for devices on which every operator costs a launch. Casts are fastest if matrices of one
-shape are adjacent in memory. Otherwise they copy the matrices first, with the same results.
+shape are adjacent in memory. Matrices that are not are copied first, with the same results.
 """
 
 from collections import defaultdict

@@ -280,7 +280,7 @@ def gathered(tensor: Tensor, ranks: int, group: ProcessGroup | None = None) -> l
 
 
 def nonzero_rows(gradient: Tensor) -> tuple[Tensor, Tensor]:  # (R, C) -> (n,), (n, C)
-    """Return the indices and values of the nonzero rows, or of a sparse gradient's stored rows."""
+    """Return the indices and values of a gradient's nonzero rows (its stored rows if sparse)."""
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         return gradient.indices()[0], gradient.values()

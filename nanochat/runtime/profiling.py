@@ -181,7 +181,7 @@ def _microseconds(event: Any) -> Interval:
 
 @dataclass
 class _Step:
-    """The marks of a timed step: names of the parts that they begin, host times, device events."""
+    """The marks of a timed step: the names of the parts they begin, host times, device events."""
 
     names: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -253,7 +253,10 @@ class Profile:
             self._open(name)
 
     def end_step(self) -> None:
-        """End a step. If it is the last profiled one, print and save the tables; later, do nothing."""
+        """End a step and, if it is the last profiled one, print and save the tables.
+
+        After that step, do nothing.
+        """
         if self.number >= NEEDED:
             return
         self.mark("")
@@ -294,8 +297,8 @@ class Profile:
     def _trace(self) -> tuple[Traced | None, list[str]]:
         """Return the device's times in this rank's trace, and a list with the path of the trace.
 
-        Returns (None, []) if this rank is not traced, or if its tracer raises UserError, of which
-        the user is warned.
+        Returns (None, []) if this rank is not traced, or if its tracer raises UserError. The error
+        becomes a warning.
         """
         if self.tracer is None:
             return None, []

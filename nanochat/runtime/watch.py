@@ -259,9 +259,9 @@ def _where(beat: Beat) -> str:
 def over(compute: Compute, seconds: float) -> Iterator[None]:
     """Let the ranks watch each other inside this block; with 0 seconds or one rank, do nothing.
 
-    A rank that makes no progress for `seconds` counts as hanging. If the block raises RuntimeError,
-    as a failed collective does, and other ranks have died, raise a UserError that names them
-    instead.
+    If a rank stops making progress for `seconds`, all ranks end with an error that names the one
+    that hangs. If the block raises RuntimeError, as a failed collective does, and other ranks have
+    died, raise a UserError that names them instead.
     """
     if compute.world_size == 1 or seconds <= 0:
         yield

@@ -250,7 +250,7 @@ class AscendChunked(AscendPlain):
 class AscendInference(AscendChunked):
     """Computes fp16 attention with the operators of inference cards such as the 310P.
 
-    These operators have no gradients and no grouped heads.
+    These operators support neither gradients nor grouped heads.
     """
 
     name = "inference"
@@ -511,7 +511,7 @@ class AscendFused(AscendChunked):
     ) -> Tensor:  # (B, T, H, D)
         """Implement PlainAttention.attend with npu_fusion_attention.
 
-        If the window hides keys, the operator reads only a band of the mask below the diagonal.
+        If the window hides keys, a query sees a band of the mask that ends at the diagonal.
         """
         import torch_npu  # pyright: ignore[reportMissingImports]
 

@@ -1,4 +1,4 @@
-"""Operators for the Ascend 950, the 310B and unknown chips, which are chosen one by one.
+"""Operators that are chosen one by one, for the Ascend 950, the 310B and unknown chips.
 
 The operators of an unknown chip are tested before use. torch_npu has no derivatives for two
 operators of the Ascend 950 (op-plugin's derivatives.yaml does not list them), so their backward
@@ -147,7 +147,10 @@ class AscendListed(AscendFused):
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:
-        """Implement PlainAttention.by_lengths, or return None if the chip cannot decode so."""
+        """Implement PlainAttention.by_lengths with the fused decoding operator.
+
+        Returns None if the chip lacks the operator.
+        """
         if DECODING not in self.operators:
             return None
         return super().by_lengths(q, k, v, new, ends, recent, window, scale)
@@ -326,7 +329,7 @@ def _results(
     operations: Operations,
     qkv: list[Tensor],
 ) -> list[Tensor]:
-    """Return a trial's result and, except for decoding, the gradients of the inputs it uses."""
+    """Return a list: a trial's result and, except for decoding, gradients of the inputs it uses."""
     if trial is _decodes:
         with torch.no_grad():
             return [trial(operations, qkv)]
