@@ -91,7 +91,7 @@ def being_written(path: Path) -> bool | None:
 
 
 def describe_run(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write run.json, with the host, the time, and `facts` about the run that begins in `folder`."""
+    """Write run.json with the host, the time and `facts` about the run that begins in `folder`."""
     content = {**facts, "host": socket.gethostname(), "started_at": time.time()}
     write_json(folder / "run.json", content)
 
