@@ -38,7 +38,7 @@ class Chip(Protocol):
 
 @dataclass(frozen=True)
 class Trace:
-    """What a vendor's profiler measured: mean milliseconds per step, and every operator call."""
+    """A vendor's profile of some steps: mean milliseconds per step, and every operator call."""
 
     computing_ms: float
     communication_ms: float
@@ -77,10 +77,10 @@ def check_bf16(model: Model, matmul: Matmul) -> None:
 
 
 def requested_kernels(flag: str) -> KernelChoice:
-    """Return the kernel choice: `flag` (--kernels), or NANOCHAT_KERNELS if `flag` is auto.
+    """Return the kernels to use: `flag` (--kernels) or, if it is auto, those of NANOCHAT_KERNELS.
 
-    If NANOCHAT_KERNELS is not set, the choice is auto. Raises UserError (exit code 2) if the choice
-    is not valid.
+    Returns auto if NANOCHAT_KERNELS is needed but not set. Raises UserError (exit code 2) if its
+    value is not valid.
     """
     name = flag
     if flag == "auto":
@@ -242,7 +242,7 @@ class Platform:
     def prepare_collectives(self) -> int:
         """Set the backend's environment variables, and return the collectives' time-out in seconds.
 
-        Variables that the user has set are kept.
+        Variables that the user has set are kept. By default, none are set.
         """
         return 2400
 
@@ -341,7 +341,7 @@ class Platform:
         return int(self.module.mem_get_info()[0])
 
     def memory_peak(self) -> int:
-        """Return the peak number of bytes that this process has had allocated.
+        """Return the largest number of bytes that this process has had allocated at one time.
 
         start_memory_watch() resets the peak.
         """
@@ -385,7 +385,7 @@ class Platform:
         call: torch.nn.Module,
         samples: tuple[torch.Tensor, ...],
     ) -> Callable[..., Any]:
-        """Return a version of a module whose forward and backward pass are each a single launch.
+        """Return a version of the module `call` that runs forward and backward in one launch each.
 
         Inputs must have the shapes of `samples`. Capturing runs the module a few times and may
         leave gradients in its parameters. The module's arguments and results must be tensors, and
@@ -397,7 +397,7 @@ class Platform:
         """Return a function that repeats `work` as one launch, on the same tensors.
 
         `work` must have run once before. Its results are undefined until the first replay, and the
-        tensors that it creates live as long as the returned function. Functions with the same
+        tensors that `work` creates live as long as the returned function. Functions with the same
         `pool` share memory, so a replay of one may overwrite the results of the others.
         """
         graph = self.new_graph()
@@ -428,7 +428,10 @@ class Platform:
 
     @contextlib.contextmanager
     def saving_memory(self, tokens: int) -> Iterator[None]:
-        """If possible, let models compiled in this block save memory in passes of many `tokens`."""
+        """Let models compiled in this block save memory if `tokens`, the size of a pass, is large.
+
+        By default, this does nothing.
+        """
         yield
 
     def finish_compiling(self) -> None:

@@ -1,7 +1,7 @@
 """Attention computed with matmuls over a few blocks of queries.
 
-This is for accelerators without fused attention, and for compiled models on CPUs. Shapes: N heads
-over all rows of a batch, T time, D head dimension.
+This is for accelerators without fused attention, and for compiled bf16 models on CPUs. Shapes: N
+heads over all rows of a batch, T time, D head dimension.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ def _block_size(T: int) -> int:
 
 
 def _query_blocks(T: int, window: int) -> list[Block]:
-    """Return the blocks of T queries, at most four, because each is compiled separately."""
+    """Return at most four blocks that cover T queries; each block is compiled separately."""
     size = _block_size(T)
     blocks = []
     for start in range(0, T, size):
@@ -206,9 +206,9 @@ class BlockedAttention(torch.autograd.Function):
     (4,096 tokens, T 512, one thread: 42 against 96 ms forward and backward). Uncompiled, blocked
     attention is no faster on CPUs.
 
-    In a compiled model, blocked attention is an opaque operator. Otherwise the compiler would see
-    that the weights are computed twice and keep those of the forward pass, which take most of a
-    step's memory at T 2,048. `hidden` is the score of a key that a query must not see.
+    In a compiled model, blocked attention is an opaque operator. If it were not, the compiler would
+    see that the weights are computed twice, and keep those of the forward pass, which take most of
+    a step's memory at T 2,048. `hidden` is the score of a key that a query must not see.
     """
 
     @staticmethod

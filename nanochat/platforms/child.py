@@ -26,7 +26,8 @@ class Child:
     """Answers questions with a script that runs in a child process.
 
     The script defines begin(setup), which returns a function that answers one question. The child
-    starts with the first question, and ends with close(), with this object or with the parent.
+    starts with the first question, and ends with close() or with this object. If the parent is
+    killed, the child ends once its current question is answered or has used up its time.
     """
 
     def __init__(self, script: Path, setup: Any):

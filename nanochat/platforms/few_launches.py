@@ -160,7 +160,7 @@ def offset_keys(
     k: Tensor,  # (B, T, H, D)
     zeros: Tensor,  # (B, 1, H, 2, D / 4) of k's dtype and device, made once by the caller
 ) -> Tensor:  # (B, T, H, D)
-    """Return k with half of each key taken from the previous token.
+    """Return k with half of each key taken from the previous token, or from `zeros` for the first.
 
     This takes two operators forward and two backward.
     """

@@ -53,7 +53,7 @@ def cpu_model() -> str:
 
 
 def compiler() -> str | None:
-    """Return the path of a C++ compiler ($CXX or g++, or clang++), or None if there is none."""
+    """Return the path of $CXX (by default, g++) or else of clang++, or None if neither exists."""
     return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
 
 
@@ -239,7 +239,7 @@ def keep_freed_memory() -> None:
 def give_freed_memory_back() -> None:
     """Give freed memory back to the system, if the C library can do so (glibc can).
 
-    After compiling, this frees 0.5 GB.
+    After compiling, this frees about 0.5 GB.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -262,9 +262,10 @@ class Ranks:
 def read_ranks(met: bool, environ: Mapping[str, str] = os.environ) -> Ranks:
     """Return this process's ranks in its job, read from the launcher's environment variables.
 
-    An empty variable counts as unset. If `met`, the process group already exists, so no address is
-    needed. Raises UserError (exit code 2) if only some needed variables are set, or if one is
-    invalid, because a process that guessed would wait for the others forever, or train alone.
+    An empty variable counts as unset. If RANK, LOCAL_RANK and WORLD_SIZE are unset, the process is
+    alone. If `met`, the process group already exists, so no address is needed. Raises UserError
+    (exit code 2) if a job of several processes lacks a variable, or if one is invalid, because a
+    process that guessed would wait for the others forever, or train alone.
     """
     variables = {
         "RANK": environ.get("RANK", ""),

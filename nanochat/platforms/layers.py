@@ -260,7 +260,7 @@ LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def operations_of(model: nn.Module) -> Operations:
-    """Return the operations that accelerate() gave a model, or new plain-torch ones otherwise."""
+    """Return the operations that accelerate() gave a model, or new plain-torch ones if none."""
     attention = getattr(model, "attention", None)
     if isinstance(attention, Operations):
         return attention
@@ -270,8 +270,9 @@ def operations_of(model: nn.Module) -> Operations:
 def accelerate(model: Model, operations: Operations) -> Counter[str]:
     """Make a model compute with a device's operators, and return a Counter of swapped modules.
 
-    It counts the modules by the name of their new class. Call this before the model is sharded or
-    compiled.
+    The Counter's keys are the names of the modules' new classes. If `operations` do not fuse
+    layers, only attention is replaced, and the Counter is empty. Call this before the model is
+    sharded or compiled.
     """
     module = cast(Any, model)
     module.attention = operations

@@ -239,7 +239,7 @@ class Operations(PlainAttention):
     def offset_keys(self, k: Tensor) -> Tensor:  # (B, T, Hkv, D)
         """Return k with half of each key taken from the token before (see gpt.offset_keys).
 
-        Every row is one whole sequence.
+        Every row is one whole sequence, so that half is 0 for its first token.
         """
         return offset_keys(k, Rows().previous(k))
 
@@ -263,7 +263,7 @@ class Operations(PlainAttention):
         layers: Sequence[HasUnits],
         dtype: torch.dtype,
     ) -> list[list[Tensor]] | None:
-        """Return one list per layer, with each of its units() as a matrix in `dtype`.
+        """Return a list of lists: for each layer, each of its units() as a matrix in `dtype`.
 
         Returns None if each matrix is to be cast wherever it is used.
         """
@@ -301,7 +301,10 @@ class Operations(PlainAttention):
         gate: nn.Module,  # from the first channels of x to (B, T, 1)
         smear_lambda: Tensor,  # (1,) fp32
     ) -> Tensor:  # (B, T, C)
-        """Return x plus smear_lambda sigmoid(gate(x)) times the x of the token before."""
+        """Return x plus smear_lambda sigmoid(gate(x)) times the x of the token before.
+
+        The first token of a sequence is left unchanged.
+        """
         if previous is None:
             previous = Rows().previous(x)
         opened = torch.sigmoid(gate(_first_channels(x, gate)))
@@ -356,11 +359,11 @@ class Operations(PlainAttention):
         targets: Tensor,  # (N,) token ids, -1 = ignored
         weights: Tensor | None,  # (N,)
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # (n, C), (n,), (n,)
-        """Return the arguments without most of the tokens that have no target.
+        """Return `x`, `targets` and `weights` without most of the tokens that have no target.
 
-        Tokens are dropped only in uncompiled code and only if `skips_masked` is set. A multiple of
-        256 tokens (ROW_GRAIN) then remains if there are enough, because tensors of many different
-        sizes reuse memory less often.
+        Tokens are dropped only in uncompiled code and only if `skips_masked` is set. Those with a
+        target then come first, and a multiple of 256 tokens (ROW_GRAIN) remains, because tensors of
+        many different sizes reuse memory less often. If that drops none, nothing is reordered.
         """
         if not self.skips_masked or is_compiling():  # compiled code wants one shape
             return x, targets, weights

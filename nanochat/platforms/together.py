@@ -1,7 +1,7 @@
 """Functions that cast, move or multiply by several matrices at once.
 
 Most are for devices on which every operator costs a launch. Casts are fastest if matrices of one
-shape are adjacent in memory. Otherwise they copy the matrices first, with the same results.
+shape are adjacent in memory. Matrices that are not are copied first, with the same results.
 """
 
 from collections import defaultdict
@@ -127,7 +127,7 @@ def cast_together(
     layers: Sequence[Layer],
     dtype: torch.dtype,
 ) -> list[list[Tensor]]:
-    """Return one list per layer, with each of its units as a differentiable matrix in `dtype`.
+    """Return a list of lists: for each layer, each unit as a differentiable matrix in `dtype`.
 
     A forward pass calls this once, instead of casting matrices one by one.
     """

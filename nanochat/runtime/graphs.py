@@ -80,7 +80,7 @@ class _Pass(nn.Module):
 
 
 class GraphedModel(nn.Module):
-    """Stands in for a model in training by replaying its captured forward and backward pass.
+    """Stands in for a model in training by replaying its captured forward and backward passes.
 
     The gradients of a pass lie in the graph's memory, which the next pass overwrites. The gradients
     of a step's first pass are therefore copied before its second pass.
@@ -101,7 +101,7 @@ class GraphedModel(nn.Module):
         log(f"graphs: a pass of {shape[0]} x {shape[1]} tokens was captured, forward and backward")
 
     def forward(self, inputs: Tensor, targets: Tensor, reduction: str, **extras: Tensor) -> Tensor:
-        """Return the sum of losses, (), as model(inputs, targets, "sum") does.
+        """Return the sum of the losses, a tensor (), as model(inputs, targets, "sum") does.
 
         Raises UserError if the shape or the arguments are not those that were captured.
         """

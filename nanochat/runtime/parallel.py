@@ -204,8 +204,8 @@ def _is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
 def sync_gradients(model: nn.Module, last: bool) -> None:
     """Make the next pass reduce gradients and free gathered parameters only if `last` is true.
 
-    Call this before each pass of a step. With --shard=full, every pass does both regardless. For an
-    unsharded model, this does nothing.
+    Call this before each pass of a step. With --shard=full, every pass does both, whatever `last`
+    is. For an unsharded model, this does nothing.
     """
     if _is_fsdp(model) and not getattr(model, _EVERY_PASS):
         model.set_requires_gradient_sync(last)
@@ -280,7 +280,7 @@ def gathered(tensor: Tensor, ranks: int, group: ProcessGroup | None = None) -> l
 
 
 def nonzero_rows(gradient: Tensor) -> tuple[Tensor, Tensor]:  # (R, C) -> (n,), (n, C)
-    """Return the indices and values of a gradient's nonzero rows or, if sparse, its stored rows."""
+    """Return the indices and values of a gradient's nonzero rows (its stored rows if sparse)."""
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         return gradient.indices()[0], gradient.values()
@@ -322,8 +322,8 @@ def agree(value: int, compute: Compute) -> int:
 def together(name: str, compute: Compute) -> Iterator[None]:
     """Raise UserError on every rank if this block raises it on any rank.
 
-    Every rank must enter the block, and inside it no rank may wait for another. `name` says what
-    failed in the message of the ranks on which the block succeeded.
+    Every rank must enter the block, and inside it no rank may wait for another. Ranks on which the
+    block succeeded say in their message that `name` is broken.
     """
     failure: UserError | None = None
     try:
@@ -379,7 +379,7 @@ class ParameterShard:
 def parameter_shards(model: nn.Module) -> dict[str, ParameterShard]:
     """Return a dict from each trained parameter's name to this rank's shard, without gathering.
 
-    All ranks' shards together make up one copy of the model, the one that rank 0 belongs to. Ranks
+    Together, the shards of all ranks make up one copy of these parameters, that of rank 0. Ranks
     that hold further copies of a parameter get an empty shard of it.
     """
     _reshard(model)

@@ -69,7 +69,7 @@ class TorchTracer:
         self._profiler.step()
 
     def finish(self) -> tuple[Traced, Path]:
-        """Write the trace to a file, and return the device time in it and the path of the file.
+        """Write the trace to a file, and return the device's times in it and the file's path.
 
         The file can be opened in chrome://tracing and ui.perfetto.dev.
         """
@@ -90,8 +90,8 @@ class TorchTracer:
     def _span(self, event: Any) -> Span | None:
         """Return the time span of an event on the device, or None for any other event.
 
-        Annotations do not count and, if the device is an accelerator, neither do host events. On a
-        CPU, an asynchronous event counts only if it is communication.
+        On an accelerator, neither host events nor annotations count. On a CPU, an asynchronous
+        event counts only if it is communication, and any other event unless it is an annotation.
         """
         platform = self.compute.platform
         if _on_host(event) == platform.runs_beside_host:
@@ -142,7 +142,7 @@ class PlatformTracer:
         self._tracer.step()
 
     def finish(self) -> tuple[Traced, Path]:
-        """Return the device time in the trace, and the path of the trace.
+        """Return the device's times in the trace, and the path of the trace.
 
         Raises UserError if the profiler has not written its files.
         """
@@ -181,7 +181,7 @@ def _microseconds(event: Any) -> Interval:
 
 @dataclass
 class _Step:
-    """The marks of a timed step: the name of the part each begins, its time and device event."""
+    """The marks of a timed step: the names of the parts they begin, host times, device events."""
 
     names: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -253,7 +253,10 @@ class Profile:
             self._open(name)
 
     def end_step(self) -> None:
-        """End a step; after the last profiled one, print and save the tables."""
+        """End a step and, if it is the last profiled one, print and save the tables.
+
+        After that step, do nothing.
+        """
         if self.number >= NEEDED:
             return
         self.mark("")
@@ -266,7 +269,7 @@ class Profile:
             self._report()
 
     def _step_parts(self) -> list[StepPart]:
-        """Return the parts of a step with their mean times over the timed steps.
+        """Return a list of the parts of a step, with their mean times over the timed steps.
 
         Every rank must call this, because each part also has its time on the slowest rank.
         """
@@ -292,10 +295,10 @@ class Profile:
         return step_parts
 
     def _trace(self) -> tuple[Traced | None, list[str]]:
-        """Return the device time in this rank's trace, and a list with the path of the trace.
+        """Return the device's times in this rank's trace, and a list with the path of the trace.
 
-        Return (None, []) if this rank is not traced or, after a warning, if its tracer raises
-        UserError.
+        Returns (None, []) if this rank is not traced, or if its tracer raises UserError. The error
+        becomes a warning.
         """
         if self.tracer is None:
             return None, []

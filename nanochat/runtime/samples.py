@@ -51,7 +51,8 @@ def _write(folder: Path, samples: Iterable[Sample]) -> None:
 def read_samples(folder: Path) -> list[Sample]:
     """Return a stage's samples in the order of the file, skipping lines that hold no sample.
 
-    Long texts are cut off. If there is no regular file of at most 16 MiB, return an empty list.
+    Texts are cut off after 2,000 characters. Returns [] if there is no regular file of at most 16
+    MiB.
     """
     path = folder / "samples.jsonl"
     try:

@@ -93,9 +93,10 @@ def within(span: Interval, windows: Sequence[Interval]) -> list[Interval]:
 
 
 def device_time(spans: Sequence[Span], steps: Sequence[Interval]) -> Traced:
-    """Return how a device spent its time in an average step, with an empty list of operators.
+    """Return a device's times in an average step, as a Traced without operators.
 
-    `spans` are those of the device's operators, and `steps` the intervals of the traced steps.
+    `spans` are those of the device's operators. `steps`, the intervals of the traced steps, must
+    not be empty.
     """
     intervals: dict[Kind, list[Interval]] = {"computing": [], "communication": []}
     for span in spans:

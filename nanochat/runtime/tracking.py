@@ -85,7 +85,7 @@ class Tracker:
     ):
         """Open metrics.jsonl for a run that has made `step` updates, and start the other trackers.
 
-        Lines of later steps, which an interrupted run has left, are dropped, and all lines if
+        Lines of later steps, which an interrupted run has left, are dropped, as are all lines if
         `step` is 0. `track` lists the trackers, and `name` is the run's name in them. `run` names a
         wandb run; "dummy" means none. The attribute `last` is the step of the last line that is
         left, or -1. Raises UserError if `track` cannot be used, or wandb cannot start `run`.
@@ -111,7 +111,7 @@ class Tracker:
     def _refuse_if_failed(self, tracker: Beside, run: str) -> None:
         """Raise UserError before training if wandb cannot start the run that --run names.
 
-        Otherwise the user would find out only hours later that nothing was tracked.
+        Without this check, the user would find out only hours later that nothing was tracked.
         """
         if tracker.started():
             return

@@ -77,7 +77,10 @@ class Watch:
         self.store.set(str(self.compute.rank), json.dumps(beat))
 
     def _place(self) -> str:
-        """Return the main thread's position as "file:line function", preferably in this project."""
+        """Return the main thread's position as "file:line function", or "unknown".
+
+        This is the innermost frame in this project, if there is one.
+        """
         innermost: FrameType | None = sys._current_frames().get(self._main_thread or 0)
         frame = innermost
         while frame is not None and not _is_ours(frame):
@@ -97,7 +100,7 @@ class Watch:
         return json.loads(self.store.get(key))
 
     def last_beats(self) -> dict[int, Beat]:
-        """Return a dict from each rank that has written a beat to its last one."""
+        """Return a dict of each rank's last beat, without ranks that have written none."""
         beats = {rank: self._last_beat(rank) for rank in range(self.compute.world_size)}
         return {rank: beat for rank, beat in beats.items() if beat}
 
@@ -125,7 +128,8 @@ class Watch:
     def _look(self) -> None:
         """Write beats, and check the next rank and this one, until close() or the launcher's end.
 
-        If the next rank is silent or this rank makes no progress for too long, end all ranks.
+        If the next rank is silent or this rank makes no progress for too long, end all ranks. If
+        another rank has ended all ranks, end this one.
         """
         pulse = self.compute.pulse
         neighbour = (self.compute.rank + 1) % self.compute.world_size
@@ -178,8 +182,8 @@ class Watch:
     def gone(self) -> str:
         """Return a message that names the ranks that have died, or "" if there are none.
 
-        Call this after a collective has failed. Ranks that write no beat within the next few
-        seconds (CONFIRM_SECONDS) count as dead.
+        Call this after a collective has failed. Ranks that have not finished and write no beat
+        within the next few seconds (CONFIRM_SECONDS) count as dead.
         """
         before = self.last_beats()
         deadline = time.monotonic() + CONFIRM_SECONDS
@@ -208,8 +212,8 @@ def _is_ours(frame: FrameType) -> bool:
 def calls() -> int:
     """Return how many collectives this rank has begun, summed over groups.
 
-    Saves run in another thread, so their group is not counted. Neither are backends without a
-    count.
+    The group for saves, which run in another thread, is not counted, and neither are backends that
+    do not count their collectives.
     """
     begun = 0
     for group in list(c10d._world.pg_map):
@@ -231,8 +235,8 @@ def calls() -> int:
 def hanging(beats: Mapping[int, Beat], seconds: float) -> str:
     """Return a message that names the ranks that hang, given the last beat of each rank.
 
-    These are the ranks that have begun the fewest collectives. If all have begun the same number,
-    the message says that they all hang in one place.
+    Of the ranks that have not finished, these have begun the fewest collectives. If all have begun
+    the same number, the message says that they all hang in one place.
     """
     running = {rank: beat for rank, beat in beats.items() if not beat.get("over")}
     fewest_calls = min(beat["calls"] for beat in running.values())
@@ -255,9 +259,9 @@ def _where(beat: Beat) -> str:
 def over(compute: Compute, seconds: float) -> Iterator[None]:
     """Let the ranks watch each other inside this block; with 0 seconds or one rank, do nothing.
 
-    A rank that makes no progress for `seconds` counts as hanging. If the block raises RuntimeError,
-    as a failed collective does, and other ranks have died, raise a UserError that names them
-    instead.
+    If a rank stops making progress for `seconds`, all ranks end with an error that names the one
+    that hangs. If the block raises RuntimeError, as a failed collective does, and other ranks have
+    died, raise a UserError that names them instead.
     """
     if compute.world_size == 1 or seconds <= 0:
         yield

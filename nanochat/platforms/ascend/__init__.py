@@ -7,7 +7,7 @@ reading order:
 platform.py     implements the Platform interface for NPUs
 chips.py        lists the chips by SoC version: their memory, number formats and rates
 kernels.py      computes attention, norms and rotary embeddings with Ascend's operators
-operators.py    selects fused operators one by one, for the 950 and for unknown chips
+operators.py    selects fused operators one by one, for the 950, the 310B and unknown chips
 environment.py  sets the variables, time-outs and ports of torch_npu and its collectives
 errors.py       explains errors
 profiler.py     records traces with torch_npu's profiler

@@ -50,8 +50,9 @@ def prepare_loading(
 ) -> str:
     """Set the environment variables that torch_npu reads, or return why loading it would abort.
 
-    Returns "" if loading would not abort. `torch_npu` is its version. Variables that the user has
-    set are kept. torch_npu aborts the process if both names of the allocator's variable are set.
+    Returns "" if loading would not abort. `torch_npu` is the version of the package. Variables that
+    the user has set are kept. The package aborts the process if both names of the allocator's
+    variable are set.
 
     The task queue lets Python run ahead of the device, the CPU affinity keeps threads on nearby
     cores, and expandable segments keep memory from fragmenting.
@@ -141,7 +142,7 @@ class PortBlocks:
     def hold(self, base: int) -> int:
         """Reserve the block of ports that starts at `base`, and return 0.
 
-        If another process has taken a port of the block, returns that port and reserves nothing.
+        If a port of the block is already taken, returns that port and reserves nothing.
         """
         if base in self._held:
             return 0

@@ -134,9 +134,9 @@ def cannot_load(failure: str) -> str:
 
 
 def spoken() -> Language:
-    """Return the language of messages, from NANOCHAT_LANG or the locale.
+    """Return the language of messages, "en" or "zh", from NANOCHAT_LANG or the locale.
 
-    nanochat.common has the same function, but it needs packages that may be missing here.
+    nanochat.common, which has the same function, needs packages that may be missing here.
     """
     for name in ("NANOCHAT_LANG", "LC_ALL", "LC_MESSAGES", "LANG"):
         setting = os.environ.get(name)

@@ -250,7 +250,7 @@ class AscendChunked(AscendPlain):
 class AscendInference(AscendChunked):
     """Computes fp16 attention with the operators of inference cards such as the 310P.
 
-    These operators have no gradients and no grouped heads.
+    These operators support neither gradients nor grouped heads.
     """
 
     name = "inference"
@@ -302,7 +302,8 @@ class AscendInference(AscendChunked):
     ) -> Tensor | None:  # (B, T, H, D)
         """Implement PlainAttention.by_lengths with decode() for one 16-bit query per row.
 
-        The card's operator requires a head dimension that is a multiple of 16.
+        Returns None for other queries, or if the head dimension is not a multiple of 16, which the
+        card's operator requires.
         """
         if q.size(1) > 1 or not _in_units(q):
             return None
@@ -346,7 +347,7 @@ def decode(
 ) -> Tensor:  # (B, 1, H, D)
     """Return the attention of each row's query to the row's first keys, on an inference card.
 
-    `ends` has the number of these keys for each row.
+    `ends` holds the number of these keys for each row.
     """
     import torch_npu  # pyright: ignore[reportMissingImports]
 
@@ -510,7 +511,7 @@ class AscendFused(AscendChunked):
     ) -> Tensor:  # (B, T, H, D)
         """Implement PlainAttention.attend with npu_fusion_attention.
 
-        A window is a band of the mask that ends at the diagonal.
+        If the window hides keys, a query sees a band of the mask that ends at the diagonal.
         """
         import torch_npu  # pyright: ignore[reportMissingImports]
 
@@ -547,8 +548,9 @@ class AscendFused(AscendChunked):
     ) -> Tensor | None:  # (B, T, H, D)
         """Implement PlainAttention.by_lengths with npu_fused_infer_attention_score.
 
-        The operator requires 16-bit queries and a head dimension that is a multiple of 16. It
-        supports no window for a single query, which therefore gets only the last `window` + 1 keys.
+        Returns None unless queries have 16 bits and a head dimension that is a multiple of 16, as
+        the operator requires. The operator supports no window for a single query, which therefore
+        gets only the last `window` + 1 keys.
         """
         if not _in_units(q):
             return None

@@ -1,4 +1,4 @@
-"""Operators for chips that have only some fused operators: the Ascend 950, and unknown chips.
+"""Operators that are chosen one by one, for the Ascend 950, the 310B and unknown chips.
 
 The operators of an unknown chip are tested before use. torch_npu has no derivatives for two
 operators of the Ascend 950 (op-plugin's derivatives.yaml does not list them), so their backward
@@ -55,9 +55,9 @@ class AscendListed(AscendFused):
         x: Tensor,  # (..., C)
         y: Tensor,  # (..., C)
     ) -> tuple[Tensor, Tensor]:
-        """Implement Operations.add_norm with npu_add_rms_norm, if that is the only fused norm.
+        """Implement Operations.add_norm with npu_add_rms_norm if it is the chip's only fused norm.
 
-        The backward pass is written here, with torch's operators.
+        Otherwise, the sum and the norm are separate operators.
         """
         has_norm = "npu_rms_norm" in self.operators
         if has_norm or "npu_add_rms_norm" not in self.operators:
@@ -85,7 +85,7 @@ class AscendListed(AscendFused):
         dtype: torch.dtype,
         base: float = 100_000,
     ) -> tuple[Tensor, Tensor]:
-        """Return the rotary tables in the form that rotary() reads on this chip."""
+        """Return cosines and sines in the layout that rotary() reads on this chip."""
         if self.operators.intersection(ROTATIONS):
             return super().rotary_tables(length, head_dim, device, dtype, base)
         return Operations.rotary_tables(self, length, head_dim, device, dtype, base)
@@ -115,7 +115,10 @@ class AscendListed(AscendFused):
         return qk * sharpen
 
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
-        """Return the factor for the scores, or None (1/sqrt(D)) if attention is not fused."""
+        """Return the factor for the scores, or None if attention is not fused.
+
+        None stands for the default factor, 1/sqrt(D).
+        """
         if ATTENTION in self.operators:
             return super().softmax_scale(head_dim, sharpen)
         return None
@@ -144,7 +147,10 @@ class AscendListed(AscendFused):
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:
-        """Implement PlainAttention.by_lengths if the chip has the fused decoding operator."""
+        """Implement PlainAttention.by_lengths with the fused decoding operator.
+
+        Returns None if the chip lacks the operator.
+        """
         if DECODING not in self.operators:
             return None
         return super().by_lengths(q, k, v, new, ends, recent, window, scale)
@@ -260,8 +266,8 @@ Trial = Callable[[Operations, list[Tensor]], Tensor]  # computes something from 
 def try_operators(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     """Return the names of the fused operators to use on this card, at most one for each job.
 
-    A job gets the first of its operators whose results are close to those of fp32 on the host. Logs
-    why an operator does not work.
+    A job gets the first of its operators whose results and gradients are close to those of fp32 on
+    the host. Logs why an operator does not work.
     """
     trials = {
         (ATTENTION,): _attends,
@@ -288,7 +294,7 @@ def _why_not(
 ) -> str:
     """Return why an operator cannot be used, or "" if it works.
 
-    An operator works if its results and gradients are close to those of fp32 on the host.
+    It works if the tensors in _results() are close to those of fp32 on the host.
     """
     if missing((operator,)):
         return "this torch_npu does not have it"
@@ -323,7 +329,7 @@ def _results(
     operations: Operations,
     qkv: list[Tensor],
 ) -> list[Tensor]:
-    """Return a list of a trial's result and, except for decoding, the gradients of its inputs."""
+    """Return a list: a trial's result and, except for decoding, gradients of the inputs it uses."""
     if trial is _decodes:
         with torch.no_grad():
             return [trial(operations, qkv)]

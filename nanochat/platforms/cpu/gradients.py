@@ -307,7 +307,7 @@ class Attention(torch.autograd.Function):
 
 
 class Smear(torch.autograd.Function):
-    """Adds a gated share of the previous token's activations to those of each token."""
+    """Adds to each token's activations a gated share of the previous token's, if there is one."""
 
     @staticmethod
     def forward(
@@ -343,7 +343,10 @@ class Smear(torch.autograd.Function):
 
 
 class Offset(torch.autograd.Function):
-    """Replaces half of each key with the same half of the previous token's key."""
+    """Replaces half of each key with the same half of the previous token's key.
+
+    For the first token of a row, that half becomes 0.
+    """
 
     @staticmethod
     def forward(

@@ -339,7 +339,7 @@ class Kernels:
         epsilon: float,
         added: Tensor | None = None,  # (..., C)
     ) -> tuple[Tensor, Tensor]:  # (..., C) twice
-        """Return the RMS norm of x + `added`, times `weight` if given, and the sum x + `added`."""
+        """Return the RMS norm of x, or of x + `added`, times any `weight`, and the norm's input."""
         x = x.contiguous()
         y = torch.empty_like(x)
         total = x
@@ -495,10 +495,10 @@ class Kernels:
         vocab: int,
         cap: float,  # of the softcap; 0 if there is none
     ) -> Tensor:  # ()
-        """Return the weighted sum of the rows' cross-entropies; `logits` become its gradient.
+        """Return the weighted sum of the rows' cross-entropies, and write its gradient to `logits`.
 
         Only the first `vocab` logits of each row count. Raises IndexError if a target whose weight
-        is not 0 is `vocab` or more. A negative target has no loss.
+        is not 0 is `vocab` or more. A row with a negative target has no loss.
         """
         targets = targets.contiguous()
         weights = weights.contiguous()

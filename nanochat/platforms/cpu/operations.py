@@ -509,7 +509,7 @@ class CpuOperations(Operations):
     ) -> Tensor:
         """Implement Operations.loss with a C++ kernel that computes loss and gradient together.
 
-        Compiled code uses plain torch, because torch's compiler fuses the loss itself.
+        Compiled code uses plain torch instead, because torch's compiler fuses the loss itself.
         """
         x, targets, weights = self.with_targets(x, targets, weights)
         if is_compiling() or x.dtype not in SUFFIXES or self._library is None:
@@ -577,9 +577,9 @@ class CpuOperations(Operations):
         """Implement PlainAttention.masked with faster operators for bf16.
 
         For a single query per head, torch's operator multiplies one number at a time, which takes 2
-        to 10 times as long. So queries that share their keys are passed as queries of one head. The
-        others are computed with two products per row, or with the query doubled. With gradients and
-        ungrouped heads, several queries are computed with products, in less than half the time of
+        to 10 times as long. So heads that share their keys are passed as several queries of one
+        head. Ungrouped heads are computed with two products per row, or with the query doubled. If
+        they have several queries that need gradients, products take less than half the time of
         torch's operator.
         """
         B, T, H, D = q.shape
@@ -639,7 +639,7 @@ class CpuOperations(Operations):
 
 
 def _own(matrix: nn.Module) -> TypeGuard[Linear]:
-    """Return whether the kernels can multiply in place of the module `matrix`.
+    """Return whether the training kernels can stand in for the module `matrix`.
 
     The module must be a Linear of this project without a bias or an adapter, and multiply only by
     its own weight, rounded to the format of the activations or to 8 bits.

@@ -15,7 +15,7 @@ class Cpu(Host):
     """The host's processor, with kernels that a C++ compiler builds."""
 
     def operations(self, choice: KernelChoice) -> Operations:
-        """Return CpuOperations, which use no C++ kernels if `choice` is plain.
+        """Return CpuOperations, without C++ kernels or stacked matrices if `choice` is plain.
 
         Raises UserError if fused kernels were requested.
         """

@@ -63,7 +63,7 @@ class Matrix:
 
 
 class Matrix8(Matrix):
-    """One or more matrices, stacked by rows and rounded to 8-bit integers for each product."""
+    """One or more matrices, stacked by rows, whose products are computed in 8-bit integers."""
 
     def __init__(
         self,

@@ -242,7 +242,8 @@ class Training:
     ) -> Tensor:
         """Return k with half of each head taken from the token before, as in gpt.offset_keys().
 
-        With `back`, that half comes from the token after, as the gradient needs.
+        With `back`, that half comes from the token after, as the gradient needs. It is 0 where a
+        row has no such token.
         """
         B, T, H, D = k.shape
         assert D % 4 == 0
@@ -259,7 +260,7 @@ class Training:
     ) -> tuple[Tensor, Tensor]:  # (B, T, C), (B, T) fp32
         """Return x + smear_lambda sigmoid(w x[:R]) previous, and the sigmoids.
 
-        `previous` is the x of the token before.
+        `previous` is the x of the token before, or 0 for a row's first token.
         """
         B, T, C = x.shape
         x = x.contiguous()

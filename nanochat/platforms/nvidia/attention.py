@@ -82,8 +82,8 @@ class NvidiaOperations(Operations):
     ) -> Tensor:  # (B, T, H, D)
         """Implement PlainAttention.attend with FlashAttention if it supports these tensors.
 
-        It needs 16-bit numbers and a head dimension that is a multiple of 8. The FlashAttention in
-        torch is called only for windows that hide keys.
+        It needs 16-bit numbers and a head dimension that is a multiple of 8. The one inside torch
+        is called directly only for windows that hide keys.
         """
         fits = q.element_size() == 2 and q.size(3) % 8 == 0
         hides_keys = window < k.size(1) - 1

@@ -17,7 +17,7 @@ from nanochat.runtime.trackers.start import Shown, Start
 
 
 def make(name: str, start: Start) -> Shown:
-    """Create the tracker called `name`.
+    """Create and return the tracker called `name`.
 
     Raises whatever the tracker's library raises, or ImportError if it cannot be imported.
     """

@@ -30,7 +30,7 @@ class Jsonl:
     def __init__(self, folder: Path, step: int):
         """Open the file for a run that has made `step` updates.
 
-        Lines of later steps, which an interrupted run has left, are dropped, and all lines if
+        Lines of later steps, which an interrupted run has left, are dropped, as are all lines if
         `step` is 0.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def _lock(file: int) -> None:
 def being_written(path: Path) -> bool | None:
     """Return whether a training process on this host has a metrics.jsonl open for writing.
 
-    Return None if the file system has no locks.
+    Returns None if the file system has no locks.
     """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -91,7 +91,7 @@ def being_written(path: Path) -> bool | None:
 
 
 def describe_run(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write run.json with `facts` about the run that begins in `folder`, its host and the time."""
+    """Write run.json with the host, the time and `facts` about the run that begins in `folder`."""
     content = {**facts, "host": socket.gethostname(), "started_at": time.time()}
     write_json(folder / "run.json", content)
 
