@@ -158,8 +158,8 @@ class Chat:
 def prompt_tokens(chat: Chat, question: str) -> list[int]:
     """Return the tokens of the prompt: the chat and the question.
 
-    If these leave too little of the context for a reply, the earliest exchanges are left out, with
-    a note. A base model gets the question alone.
+    If these leave too little of the context for a reply, the earliest exchanges are left out, and a
+    note says how many messages that are. A base model gets the question alone.
     """
     tokenizer = chat.loaded.tokenizer
     length = chat.engine.length
@@ -333,7 +333,7 @@ def use_file(chat: Chat, name: str, argument: str) -> None:
 
 
 def set_number(chat: Chat, name: str, argument: str) -> None:
-    """Change the setting of the command `name` to the number `argument`, and print all settings.
+    """Carry out /temp, /topk or /max with the number `argument`, and print all settings.
 
     If `argument` is empty, nothing is changed. Raises UserError if the number is not valid.
     """
