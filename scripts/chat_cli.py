@@ -259,7 +259,7 @@ def note_ending(
 
 
 def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
-    """Do and return the same as reply(), with a reply that the server generates."""
+    """Print a reply that the server generates, and otherwise do and return what reply() does."""
     messages = [*chat.messages, user(question)]
     settings = {"seed": chat.sampling.seed + chat.replies}
     for name, value in chat.settings.items():
@@ -333,9 +333,10 @@ def use_file(chat: Chat, name: str, argument: str) -> None:
 
 
 def set_number(chat: Chat, name: str, argument: str) -> None:
-    """Carry out /temp, /topk or /max with the number `argument`, and print all settings.
+    """Carry out the command `name` (/temp, /topk or /max), and print all settings.
 
-    If `argument` is empty, nothing is changed. Raises UserError if the number is not valid.
+    The setting becomes the number `argument`. If that is empty, nothing is changed. Raises
+    UserError if the number is not valid.
     """
     changes: dict[str, Any] = {}
     try:

@@ -339,8 +339,8 @@ def measure(
 def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
     """Evaluate the tasks one by one, add them to the report, and return their scores by name.
 
-    Tasks that --once skips are left out, and so are, except on rank 0, tasks whose answers were
-    kept. Raises UserError at the end if some of the tasks could not be evaluated.
+    The dict lacks tasks that --once skips and, except on rank 0, tasks that were evaluated before.
+    Raises UserError at the end if some of the tasks could not be evaluated.
     """
     if cfg.num_samples > 1 and not cfg.temperature:
         raise UserError(

@@ -287,7 +287,7 @@ def about(chosen: Chosen) -> dict[str, Any]:
     """Return a dict of what the page shows about the model, besides its name.
 
     It holds the corpus, the number of parameters, what the model knows (None if that is unknown or
-    not learned yet), and the list of the flags of other models that alternatives() returned.
+    not learned yet), and a list of the flags that choose other models.
     """
     corpus = chosen.loaded.corpus
     knows = traits(corpus).knows
@@ -365,7 +365,7 @@ def settings_of(cfg: Config) -> Settings:
 
 
 def hosts_of(cfg: Config) -> tuple[str, ...]:
-    """Return the host names for which the server answers requests."""
+    """Return the host names, besides localhost, under which browsers may reach the server."""
     return (cfg.host, socket.gethostname(), *cfg.allowed_hosts)
 
 

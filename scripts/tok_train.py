@@ -281,9 +281,9 @@ def noted(cfg: Config, data: Data) -> dict[str, Any]:
 
 
 def identities(corpora: list[list[Path]], counts: Sequence[int]) -> list[Any]:
-    """Return a list for each corpus k with the identities of its first `counts[k]` shards.
+    """Return a list with the list of identities of the first `counts[k]` shards of each corpus k.
 
-    For a single corpus, its list alone is returned.
+    For a single corpus, the inner list is returned.
     """
     by_corpus = []
     for paths, count in zip(corpora, counts, strict=True):

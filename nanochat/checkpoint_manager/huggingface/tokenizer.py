@@ -174,7 +174,7 @@ class FolderTokenizer:
         return spellings
 
     def named(self, name: str) -> int | None:
-        """Return the publisher's token called `name`, such as eos_token, or None if there is none."""
+        """Return the token that the publisher calls `name`, such as eos_token, or None."""
         return self._added.get(self._names.get(name, ""))
 
     def _read_stops(self) -> frozenset[int]:
