@@ -156,7 +156,7 @@ def evaluate_tasks(
 
 
 def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
-    """Measure CORE and return it, or None if there is no eval bundle.
+    """Measure CORE and return it, or None if --eval_bundle is not given and no bundle is here.
 
     If no task is broken, rank 0 also writes the scores to <base>/base_eval/<tag>_<step>.csv.
     """
@@ -193,7 +193,7 @@ def evaluate_bits(
 ) -> loss_eval.Loss | None:
     """Measure the validation loss, log its bits per byte, and return the loss.
 
-    Returns None if --data is not given and the model's own corpus is not here.
+    Without --data, returns None if the corpus that the model was trained on is not here.
     """
     try:
         data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])

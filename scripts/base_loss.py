@@ -108,7 +108,8 @@ def domain_losses(
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     """Measure the model, sample from it, and write and return its section of the report.
 
-    With --once, an existing section of the same checkpoint and corpus is returned instead.
+    Only rank 0 samples and writes. With --once, an existing section of the same checkpoint and
+    corpus is returned instead.
     """
     loaded = load_model(cfg.source, cfg.model_tag, cfg.model_step, compute)
     data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])

@@ -158,8 +158,8 @@ class Chat:
 def prompt_tokens(chat: Chat, question: str) -> list[int]:
     """Return the tokens of the prompt: the chat and the question.
 
-    If these leave too little of the context for a reply, the earliest exchanges are left out, with
-    a note. A base model gets the question alone.
+    If these leave too little of the context for a reply, the earliest exchanges are left out, and a
+    note says how many messages that are. A base model gets the question alone.
     """
     tokenizer = chat.loaded.tokenizer
     length = chat.engine.length
@@ -259,7 +259,7 @@ def note_ending(
 
 
 def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
-    """Do and return the same as reply(), with a reply that the server generates."""
+    """Print a reply that the server generates, and otherwise do and return what reply() does."""
     messages = [*chat.messages, user(question)]
     settings = {"seed": chat.sampling.seed + chat.replies}
     for name, value in chat.settings.items():
@@ -333,9 +333,10 @@ def use_file(chat: Chat, name: str, argument: str) -> None:
 
 
 def set_number(chat: Chat, name: str, argument: str) -> None:
-    """Change the setting of the command `name` to the number `argument`, and print all settings.
+    """Carry out the command `name` (/temp, /topk or /max), and print all settings.
 
-    If `argument` is empty, nothing is changed. Raises UserError if the number is not valid.
+    The setting becomes the number `argument`. If that is empty, nothing is changed. Raises
+    UserError if the number is not valid.
     """
     changes: dict[str, Any] = {}
     try:

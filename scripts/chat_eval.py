@@ -217,7 +217,7 @@ def figures(
 
 
 def settings(cfg: Config, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the settings on which a task's scores depend, besides the model and the data."""
+    """Return a dict of the settings on which scores depend, besides the model and the data."""
     return {
         "temperature": cfg.temperature,
         "top_k": cfg.top_k,
@@ -339,6 +339,7 @@ def measure(
 def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
     """Evaluate the tasks one by one, add them to the report, and return their scores by name.
 
+    The dict lacks tasks that --once skips and, except on rank 0, tasks that were evaluated before.
     Raises UserError at the end if some of the tasks could not be evaluated.
     """
     if cfg.num_samples > 1 and not cfg.temperature:

@@ -111,7 +111,7 @@ class Config(ModelFlags):
 
 
 def check(cfg: Config) -> None:
-    """Raise UserError (exit code 2) if a flag is out of range or contradicts another."""
+    """Raise UserError (exit code 2) if a flag or the key is unusable, or if flags conflict."""
     if cfg.num_gpus != 1:
         raise UserError(
             tr(
@@ -267,12 +267,12 @@ def _free_ports(family: int, address: tuple) -> Iterator[int]:
 
 
 def is_local(host: str) -> bool:
-    """Return whether an address is reachable only from this machine."""
+    """Return whether `host` is localhost or a loopback address, which only this machine reaches."""
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def addresses(listener: socket.socket, host: str) -> list[str]:
-    """Return the URLs at which the server can be reached."""
+    """Return a list of URLs at which the server can be reached."""
     port = listener.getsockname()[1]
     names = [f"[{host}]" if ":" in host else host]
     if host in ("0.0.0.0", "::", ""):  # every address of this machine
@@ -286,8 +286,8 @@ def addresses(listener: socket.socket, host: str) -> list[str]:
 def about(chosen: Chosen) -> dict[str, Any]:
     """Return a dict of what the page shows about the model, besides its name.
 
-    This is its corpus, its number of parameters, what it knows (None if not known or not learned),
-    and for each other model, the flags that choose it.
+    It holds the corpus, the number of parameters, what the model knows (None if that is unknown or
+    not learned yet), and a list of the flags that choose other models.
     """
     corpus = chosen.loaded.corpus
     knows = traits(corpus).knows
@@ -365,12 +365,12 @@ def settings_of(cfg: Config) -> Settings:
 
 
 def hosts_of(cfg: Config) -> tuple[str, ...]:
-    """Return the host names for which the server answers requests."""
+    """Return the host names, besides localhost, under which browsers may reach the server."""
     return (cfg.host, socket.gethostname(), *cfg.allowed_hosts)
 
 
 def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
-    """Load the models that the flags name, log them, and return their Loadables, the default first.
+    """Load and log the models and adapters to serve, and return their Loadables, the default first.
 
     Raises UserError if one of them cannot be served.
     """

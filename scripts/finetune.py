@@ -224,7 +224,8 @@ def pass_loss(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the summed loss () of a pass, and the sums (F,) of its preference figures or None.
 
-    `tensors` are the inputs and targets of packed rows, then the other tensors of the rows.
+    `tensors` are the inputs, targets and documents of packed rows and, with `preference`, the
+    references that add_references() computed.
     """
     if preference is None:
         idx, targets, documents = tensors

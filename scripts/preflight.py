@@ -71,7 +71,7 @@ class Config:
 
 
 def describe(place: str) -> str:
-    """Return a phrase that says where a data set comes from, given a `place` of data_of()."""
+    """Return a phrase that says where a data set comes from; data_of() explains `place`."""
     return {
         "NANOCHAT_TASK_DIR": tr("here, in NANOCHAT_TASK_DIR"),
         "cache": tr("here, in the cache of Hugging Face"),
@@ -179,8 +179,8 @@ def seconds_of(cfg: Config, model: GPT, tokens: float, compute: Compute) -> floa
 def check(cfg: Config, compute: Compute) -> None:
     """Log the data, disk space, memory and time that the run needs.
 
-    Raises UserError (exit code 2) if a flag is out of range, or if anything is missing; the message
-    then names all that is missing.
+    Raises UserError (exit code 2) if a flag is out of range, or if data, disk space or memory is
+    lacking; the message then names everything that is.
     """
     if cfg.devices < 1:
         raise UserError(

@@ -189,7 +189,7 @@ def sample(
 
 
 def known_characters(data: Data) -> int | None:
-    """Return how many characters a sample of all corpora can have, or None if that is unknown."""
+    """Return about how many characters sample() could read without limits, or None if unknown."""
     totals = []
     for corpus, share in zip(data.corpora, data.shares, strict=True):
         characters = read_about(corpus.folder).get("characters", {}).get("train")
@@ -270,9 +270,9 @@ def saved_tokenizer(
 
 
 def noted(cfg: Config, data: Data) -> dict[str, Any]:
-    """Return the settings that identify a tokenizer.
+    """Return a dict of the settings that identify a tokenizer.
 
-    The name of a single corpus is left out, because the tokenizer's folder has that name.
+    For a single corpus, `data` is None, because the tokenizer's folder has the corpus's name.
     """
     noted_settings = dict(settings(cfg))
     noted_settings.pop("export", None)
@@ -281,9 +281,9 @@ def noted(cfg: Config, data: Data) -> dict[str, Any]:
 
 
 def identities(corpora: list[list[Path]], counts: Sequence[int]) -> list[Any]:
-    """Return a list for each corpus k with the identities of its first `counts[k]` shards.
+    """Return a list with the list of identities of the first `counts[k]` shards of each corpus k.
 
-    For a single corpus, its list alone is returned.
+    For a single corpus, the inner list is returned.
     """
     by_corpus = []
     for paths, count in zip(corpora, counts, strict=True):

@@ -101,8 +101,8 @@ def _renamed_settings(shape: Mapping[str, Any]) -> dict[str, Any]:
 def checked_shape(kind: type[Shape], shape: Mapping[str, Any], where: str) -> Shape:
     """Return the configuration of class `kind` that has the settings in `shape`.
 
-    Raises UserError, whose message names the file `where`, if a setting is unknown, has the wrong
-    type or is out of bounds.
+    Raises UserError, whose message begins with `where`, if a setting is unknown, has the wrong type
+    or is out of bounds.
     """
     settings = _renamed_settings(shape)
     names = {field.name for field in fields(cast(Any, kind))}

@@ -141,8 +141,8 @@ def delete(folder: Path) -> None:
 def prune(folder: Path, keep: int, newest: int) -> None:
     """Remove all steps up to `newest` except the last `keep`; a `keep` of 0 removes none.
 
-    Steps after `newest`, which are damaged, are neither counted nor removed. Failure to remove a
-    step only causes a warning, because the run can continue.
+    Steps after `newest`, which are damaged ones that the run did not resume from, are neither
+    counted nor removed. Failure to remove a step only causes a warning.
     """
     if keep <= 0:
         return

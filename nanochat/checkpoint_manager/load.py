@@ -128,8 +128,8 @@ def load_model(
 ) -> Loaded:
     """Load the whole model of a checkpoint onto this rank's device, and return it in eval mode.
 
-    If `stage` or `tag` is None, find() chooses it; if `step` is None, it is the newest undamaged
-    step. `dtype` is the number format of matrices and tables, by default the compute dtype;
+    If `stage` or `tag` is None, find() chooses it; if `step` is None, the newest undamaged step is
+    loaded. `dtype` is the number format of matrices and tables, by default the compute dtype;
     training asks for float32. Raises UserError if the checkpoint is missing or damaged.
     """
     found_stage, folder = find(stage, tag)

@@ -224,8 +224,9 @@ class Parent:
 def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
     """Return the checkpoint of stage `stage` that the next stage starts from.
 
-    If `tag` is None, find() chooses it; if `step` is None, it is the newest step. Raises UserError
-    (exit code 2) if there is no such checkpoint, or if `step` is None and the run is not finished.
+    If `tag` is None, find() chooses it; if `step` is None, the newest step is used. Raises
+    UserError (exit code 2) if there is no such checkpoint, or if `step` is None and the run is not
+    finished.
     """
     _, folder = find(stage, tag)
     newest = latest_step(folder)

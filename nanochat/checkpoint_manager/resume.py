@@ -41,8 +41,8 @@ def finished(
     """Return whether the run in a folder is finished, and log a message if so.
 
     A finished run has saved its last step, measured it (unless that checkpoint has no metrics), and
-    written its report (`reported`). If `start` is not "auto", the result is False. Rank 0 decides
-    for all ranks. Raises UserError if the settings differ from the checkpoint's.
+    written its report, as `reported` says. If `start` is not "auto", the result is False. Rank 0
+    decides for all ranks. Raises UserError if the settings differ from the checkpoint's.
     """
     if start != "auto":
         return False

@@ -62,7 +62,7 @@ class Upstream:
 def read_step(folder: Path, step: int | None, tokenizer: Path | None) -> Upstream:
     """Read and return one step of an upstream folder such as `base_checkpoints/d20`.
 
-    If `step` is None, it is the newest one. `tokenizer` is the folder of tokenizer.pkl, by default
+    If `step` is None, the newest is read. `tokenizer` is the folder of tokenizer.pkl, by default
     `tokenizer` next to the parent of `folder`. Raises UserError if a file is missing or the stage
     is unknown (exit code 2), if a file is damaged, or if the checkpoint is too old.
     """

@@ -55,7 +55,7 @@ OWN_CODE = "`trust_remote_code` runs only `modeling_nanochat.py`. "
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return our tokenizer as the content of a tokenizer.json for the `tokenizers` library.
 
-    The content makes the library put the BOS token in front of every text.
+    With it, the library puts the BOS token in front of every text, unless told not to.
     """
     special_ids = [tokenizer.special(role) for role in ROLES]
     specials = {tokenizer.decode([special_id]): special_id for special_id in special_ids}

@@ -161,7 +161,7 @@ def _delta_layout(kind: str, x: Tensor, config: QwenConfig) -> Tensor:
 
 
 def tensors(model: Qwen, dtype: torch.dtype) -> Iterator[PlannedTensor]:
-    """Yield the tensors to write for a model without adapters.
+    """Yield a PlannedTensor for each parameter of a model without adapters.
 
     Matrices are in `dtype`, and all other parameters in fp32.
     """

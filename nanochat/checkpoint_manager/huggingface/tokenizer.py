@@ -174,7 +174,7 @@ class FolderTokenizer:
         return spellings
 
     def named(self, name: str) -> int | None:
-        """Return the publisher's token called `name`, such as eos_token, or None if it has none."""
+        """Return the token that the publisher calls `name`, such as eos_token, or None."""
         return self._added.get(self._names.get(name, ""))
 
     def _read_stops(self) -> frozenset[int]:
@@ -235,8 +235,8 @@ class FolderTokenizer:
     def takes_system(self) -> bool:
         """Whether the chat template supports system messages.
 
-        It does not if it fails on them, drops them, or merges them into the user's turn with a
-        blank line between.
+        False if the template fails on them, drops them, or puts their text into the user's turn,
+        before the user's own text and a blank line.
         """
         question = _message("user", "Q")
         merged = _message("user", "S\n\nQ")
@@ -293,7 +293,7 @@ class FolderTokenizer:
     def token_bytes(self) -> np.ndarray:
         """Return the length of each token in bytes, as an int32 array (V,).
 
-        The length of added tokens, such as special ones, is 0, because they stand for no text.
+        The length of added tokens, such as special ones, is given as 0.
         """
         lengths = np.array([len(self._bytes[token]) for token in range(self.vocab_size)], np.int32)
         lengths[list(self._added.values())] = 0
