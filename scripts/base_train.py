@@ -52,7 +52,7 @@ class ShapeFlags:
     matmul: Matmul = "auto"
     """number format in which the large matrices multiply in training; auto: that of the run, never coarser than bf16.
     fp8: less time and memory from about 20 layers on, on GPUs since Ada and Hopper.
-    int8: a fifth less time on CPUs with AVX512-VNNI and without AMX, by our C++ kernels; it is never compiled.
+    int8: a fifth less time on CPUs with AVX512-VNNI and without AMX, by our C++ kernels; torch.compile is then not used.
     With fp8 and int8 a step learns a little less. A Qwen3 takes neither"""
     family: sizes.Kind = "gpt"
     """kind of model; qwen3: Qwen3's shape, which transformers, vLLM and llama.cpp load after nanochat.export"""

@@ -63,8 +63,8 @@ class Config:
     eval_examples: Free[Rare[int]] = 400
     """problems per measurement"""
     trees: Free[Rare[bool | None]] = None
-    """compute the beginning that a problem's replies share only once, in sampling and in training, with the
-    same result up to rounding; default: on CPUs, for models and losses that allow it"""
+    """compute what a problem's replies share at their beginning only once; the result is the same up to rounding.
+    default: on CPUs, for models and losses that allow it"""
     shuffle_rewards: Rare[bool] = False
     """shuffle each step's rewards among its replies: a control run that must not learn"""
     stage: StageFlags = StageFlags()

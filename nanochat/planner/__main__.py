@@ -62,8 +62,8 @@ class Config:
     published: bool = False
     """for runs that others have published, print the predicted speed next to the reported speed"""
     published_memory: bool = False
-    """for fine-tuning runs that others have published, print our memory forecast next to
-    the reported memory; takes minutes"""
+    """print our memory forecast next to the memory that published fine-tuning runs report;
+    takes minutes"""
     model: Path | None = None
     """folder of a published model, where config.json is enough:
     forecast the memory of fine-tuning it"""

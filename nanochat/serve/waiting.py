@@ -171,7 +171,7 @@ class SmallestFirst:
         self._arrivals = itertools.count()
 
     def add(self, turn: Turn) -> Turn | None:
-        """Add a turn; see TurnQueue."""
+        """Add a turn, and return the one refused for lack of room, if any; see TurnQueue.add()."""
         bisect.insort(self._waiting, (turn.size, next(self._arrivals), turn))
         if len(self._waiting) <= self._limit:
             return None
@@ -203,7 +203,7 @@ class ByAddress:
         self._latest = ""  # the address that had the latest turn
 
     def add(self, turn: Turn) -> Turn | None:
-        """Add a turn; see TurnQueue."""
+        """Add a turn, and return the one refused for lack of room, if any; see TurnQueue.add()."""
         loser = None
         if len(self._line) >= self._limit:
             loser = self._line.give_way(turn.owner)

@@ -167,7 +167,7 @@ class StageFlags:
     With --conversations, --mix or --problems the name of that file is added, such as d4-mychats"""
     matmul: Matmul = "auto"
     """number format in which the large matrices multiply in training; auto: that of the run, never coarser than bf16.
-    int8: a fifth less time on CPUs with AVX512-VNNI and without AMX, by our C++ kernels; it is never compiled.
+    int8: a fifth less time on CPUs with AVX512-VNNI and without AMX, by our C++ kernels; torch.compile is then not used.
     fp8: less time and memory from about 20 layers on, on GPUs since Ada and Hopper; not in RL.
     With int8 and fp8 a step learns a little less"""
     samples: Free[Rare[int]] = 4

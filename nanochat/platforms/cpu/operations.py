@@ -550,7 +550,8 @@ class CpuOperations(Operations):
     ) -> Tensor:  # (B, T, H, D)
         """Implement PlainAttention.attend with C++ kernels.
 
-        Compiled bf16 models without grouped heads use BlockedAttention instead.
+        Compiled bf16 models use BlockedAttention instead, unless heads are grouped or `scale` is
+        given.
         """
         B, _, H, D = q.shape
         factor = D**-0.5 if scale is None else scale
@@ -561,8 +562,8 @@ class CpuOperations(Operations):
         if kernels is not None and _many(q, kernels):
             first = torch.zeros(B, dtype=torch.long)
             return kernels.attend_many(q, k, v, first, window, factor)
-        is_grouped = k.size(2) != H
-        if is_compiling() and q.dtype == torch.bfloat16 and not is_grouped:
+        is_plain = k.size(2) == H and scale is None
+        if is_compiling() and q.dtype == torch.bfloat16 and is_plain:
             return BlockedAttention.apply(q, k, v, window, HIDDEN)  # type: ignore[no-any-return]
         return super().attend(q, k, v, window, scale)
 
