@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from nanochat import device
 from nanochat.common import UserError
 from nanochat.gpt import GPTConfig
+from nanochat.platforms.base import dtype_name
 
 ROOT = Path(__file__).resolve().parent.parent
 LAST_LINES = 5  # of a failed process, which its error quotes
@@ -222,7 +223,7 @@ def own_dtype() -> str:
     """Return the number format in which this CPU is fastest."""
     compute = device.compute_init("cpu")
     dtype, _ = compute.platform.best_dtype()
-    return str(dtype).removeprefix("torch.")
+    return dtype_name(dtype)
 
 
 def upstream_shape(shape: GPTConfig) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from nanochat.checkpoint_manager.load import load_published
 from nanochat.common import log, run
 from nanochat.data.conversation import Cloze
 from nanochat.evals.choices import evaluate_choices
+from nanochat.platforms.base import dtype_name
 
 # Names from Python's standard library, which the model's vocabulary was trained on.
 WORDS = sorted({*keyword.kwlist, *(name for name in dir(builtins) if name.islower())})
@@ -92,7 +93,7 @@ def main(cfg: Config) -> None:
         evaluate_choices(questions, loaded.model, loaded.tokenizer, compute, tokens)
 
     seconds = median(child.seconds_of(evaluate) for _ in range(rounds))
-    dtype = str(compute.dtype).removeprefix("torch.")
+    dtype = dtype_name(compute.dtype)
     log(f"{files.parameters:,} parameters, {dtype}, {problems} questions, median of {rounds}")
     tables.show(("", "CPU s"), [("ours", f"{seconds:.2f}")])
     tables.finish("evaluation", {"dtype": dtype, "problems": problems, "cpu_seconds": seconds})

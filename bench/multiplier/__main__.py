@@ -45,6 +45,7 @@ from nanochat import device
 from nanochat.common import base_dir, log, run
 from nanochat.gpt import GPTConfig
 from nanochat.platforms import host
+from nanochat.platforms.base import dtype_name
 
 HEAD_DIM = 64  # a model has 64 channels per layer, as upstream's dial gives
 SHORT = 400  # steps of a run in which upstream learns best at twice its rates
@@ -145,10 +146,10 @@ def entry(words: str, ours: Variant) -> Entry:
     for flag in flag_words.split():
         key, _, value = flag.removeprefix("--").partition("=")
         key = key.replace("-", "_")
-        is_checkout = all((Path(value) / source).exists() for source in OUR_CODE)
-        if key == "checkout" and value and is_checkout:
+        is_flag = flag.startswith("--") and bool(value)
+        if is_flag and key == "checkout" and _is_ours(Path(value)):
             checkout = Path(value)
-        elif key in FLAGS and value:
+        elif is_flag and key in FLAGS:
             flags.append(f"--{key}={value}")
         else:
             raise refuse(
@@ -156,6 +157,11 @@ def entry(words: str, ours: Variant) -> Entry:
                 f"a checkout of this repository, got {flag!r}"
             )
     return Entry(name, replace(ours, flags=tuple(flags), checkout=checkout))
+
+
+def _is_ours(folder: Path) -> bool:
+    """Return whether a folder is a checkout of this repository."""
+    return all((folder / source).exists() for source in OUR_CODE)
 
 
 def entries(cfg: Config, ours: Variant, compiled: bool) -> tuple[Entry, list[Entry]]:
@@ -336,7 +342,7 @@ def main(cfg: Config) -> None:
     # Our step is compiled where base_train compiles it, and upstream's if there is a compiler.
     kernels_are_faster = compute.operations.needs_no_compiler(HEAD_DIM, dtype)
     compiled = not (missing or kernels_are_faster or cfg.quick)
-    ours = Variant("ours", str(dtype).removeprefix("torch."), compiled)
+    ours = Variant("ours", dtype_name(dtype), compiled)
     baseline, candidates = entries(cfg, ours, not missing)
     out = base_dir() / "multiplier"
     texts = ("code", "documents") if cfg.corpus else ("code",)
