@@ -36,9 +36,10 @@ from nanochat.platforms.base import dtype_name
 from nanochat.prepare.conversations import conversation_lengths
 from nanochat.prepare.plan import TooLong
 from nanochat.run import Plan, Run, launch, open_folder
-from nanochat.train import sizes
+from nanochat.train import replay, sizes
 from nanochat.train.fit import probe
 from nanochat.train.flags import Auto, Epochs, ExampleFlags, Free, Rare, RunFlags, check_ranges
+from nanochat.train.forgetting import FIGURE, GeneralText, before_training, read_passages
 from nanochat.train.setup import set_up
 from nanochat.train.validation import Validation
 from tasks.mixtures import HELD_OUT, Mix, own_conversations, own_pairs
@@ -134,6 +135,13 @@ class Config:
     """name of the result; default: the names of the model and of the first file"""
     eval_every: Free[int] = 100
     """steps between validations; 0: never validate"""
+    replay_every: int | Auto = "auto"
+    """one row in so many holds the model's own words, which it writes before training, so that it forgets less;
+    0: none. auto: 4, and none with dpo"""
+    general_text: Rare[Free[Path | None]] = None
+    """text file on which each validation also measures the perplexity, to show what the model forgets.
+    Blank lines separate passages, and no passage may be in the data.
+    Default: English and Chinese passages of the package"""
     epochs: Epochs = Epochs(num_epochs="auto")
     """how long the run is"""
     batch: ExampleFlags = ExampleFlags(target_examples_per_step="auto")
@@ -182,9 +190,11 @@ class Config:
         `begun` holds the settings of the run, and is empty for a new one. Earlier versions held out
         one conversation in 50, and did not adapt row lengths, batches and epochs to the data.
         """
-        if not begun or HELD_OUT_FACT in begun:
-            return self
         cfg = self
+        if begun and cfg.replay_every == "auto":
+            cfg = replace(cfg, replay_every=begun.get("replay_every", 0))
+        if not begun or HELD_OUT_FACT in begun:
+            return cfg
         if cfg.max_length == "auto":
             cfg = replace(cfg, max_length=begun["max_length"])
         if cfg.epochs.num_epochs == "auto":
@@ -244,6 +254,7 @@ def train(cfg: Config, compute: Compute) -> None:
     earlier = begun != {} and HELD_OUT_FACT not in begun
     rule = FIRST_RATE_RULE if begun and RATE_FACT not in begun else schedule.TUNING_RATE_RULE
     max_length = None if cfg.max_length == "auto" else cfg.max_length
+    passages = read_passages(cfg.general_text)
     base = open_base(cfg.model, max_length, lora, compute, cfg.run.seed)
     read_own = own_pairs if preference else own_conversations
     conversations = read_own(cfg.data, HELD_OUT if earlier else None)
@@ -289,6 +300,9 @@ def train(cfg: Config, compute: Compute) -> None:
         compute,
         folder.begun_rows,
     )
+    every = 0 if preference else replay.own_row_every(cfg.replay_every, base, compute)
+    if every:
+        rows = replay.with_own_words(rows, every, base, cfg.run.seed, compute)
     steps = cfg.epochs.steps_over(
         rows, batch.rows_per_step, conversations.name, cfg.batch.smaller_steps
     )
@@ -327,6 +341,8 @@ def train(cfg: Config, compute: Compute) -> None:
         batch = probe.fit(batch, model, optimizers, length, compute)
         fast = run.prepare(rows, batch, summed_loss)
         batches = run.batches(rows, batch)
+        before = before_training(folder.path) if run.step else None
+        general = GeneralText(passages, model, base.tokenizer, compute, before)
         for step in run.steps():
             with run.between_steps(cfg.eval_every, ends=cfg.eval_every > 0) as due:
                 if due and preference:
@@ -337,6 +353,9 @@ def train(cfg: Config, compute: Compute) -> None:
                     val_bpb = validation.bits_per_byte(batch.device_batch_size)
                     run.record(val_bpb=val_bpb)
                     log(f"step {step:05d} | validation: {val_bpb:.4f} bits per byte of the answers")
+                if due:
+                    perplexity = general.measure(step, batch.device_batch_size)
+                    run.record(**{FIGURE: perplexity})
             if run.ended:
                 break
 

@@ -26,7 +26,7 @@ from nanochat.prepare.token_files import (
     token_writer,
 )
 from nanochat.runtime.progress import Progress
-from nanochat.tokenizer import Tokenizer
+from nanochat.tokenizer import Rendered, Tokenizer
 
 NEWEST_FOLDERS = 8  # the number of newest folders of a stage that are never removed
 UNUSED_SECONDS = 14 * 86_400  # younger folders are never removed, since runs may still read them
@@ -71,6 +71,21 @@ def prepare_conversations(
     tokenizer, they are used, and `conversations` is neither called nor read. Raises UserError if
     there are no conversations, or if a token file is damaged.
     """
+
+    def rendered() -> Iterator[Rendered]:
+        items = conversations() if callable(conversations) else conversations
+        return map(tokenizer.render, items)
+
+    return prepare_rendered(folder, rendered, tokenizer, key)
+
+
+def prepare_rendered(
+    folder: Path,
+    rendered: Callable[[], Iterable[Rendered]],
+    tokenizer: Tokenizer,
+    key: str,
+) -> TokenSet:
+    """Return the token files of texts that are tokens already, as prepare_conversations() does."""
     identity = {"format": FORMAT, "tokenizer": tokenizer.hash, "key": key}
 
     def is_done() -> bool:
@@ -82,8 +97,7 @@ def prepare_conversations(
     if not is_done():
         with locked(folder.parent / f".{folder.name}.lock"):
             if not is_done():  # another process may have made the files meanwhile
-                items = conversations() if callable(conversations) else conversations
-                _write(folder, items, tokenizer, identity)
+                _write(folder, rendered(), tokenizer, identity)
                 _remove_old_folders(folder)
     return open_tokens(folder)
 
@@ -110,11 +124,11 @@ def conversation_lengths(
 
 def _write(
     folder: Path,
-    conversations: Iterable[Conversation],
+    rendered: Iterable[Rendered],
     tokenizer: Tokenizer,
     identity: dict[str, Any],
 ) -> None:
-    """Tokenise conversations, and write their token files and meta.json.
+    """Write the token files and the meta.json of rendered conversations.
 
     Raises UserError if there are no conversations.
     """
@@ -127,10 +141,9 @@ def _write(
         token_writer(folder, "conversations", dtype, masked=True) as writer,
         Progress(f"tokenise {folder.name}", None, "conversations") as progress,
     ):
-        for batch in _batches(conversations):
-            rendered = [tokenizer.render(conversation) for conversation in batch]
-            ids = [item.ids[skipped:] for item in rendered]
-            masks = [item.mask[skipped:] for item in rendered]
+        for batch in _batches(rendered):
+            ids = [item.ids[skipped:] for item in batch]
+            masks = [item.mask[skipped:] for item in batch]
             lengths = np.array([len(tokens) for tokens in ids], np.int64)
             writer.add(joined(ids, dtype), lengths, token_bytes, joined(masks, "uint8"))
             progress.advance(len(batch))
@@ -146,8 +159,8 @@ def _write(
     write_json(folder / META, meta)
 
 
-def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
-    iterator = iter(conversations)
+def _batches(rendered: Iterable[Rendered]) -> Iterator[list[Rendered]]:
+    iterator = iter(rendered)
     while batch := list(itertools.islice(iterator, BATCH)):
         yield batch
 

@@ -16,10 +16,11 @@ LABELS = {
     "loss": "training loss\nin nats",
     "val_bpb": "validation in\nbits per byte",
     "val_accuracy": "preferences followed\non held-out pairs",
+    "general_perplexity": "perplexity of\ngeneral text",
 }
 # Figures of RL that vary much from step to step, drawn faintly under their running mean.
 SCATTERED = ("reward", "entropy", "length", "sampler_gap", "kl", "policy_shift")
-TRAINING_CURVES = ("loss", "val_bpb", "val_accuracy")
+TRAINING_CURVES = ("loss", "val_bpb", "val_accuracy", "general_perplexity")
 RL_CURVES = ("reward", "accuracy", *SCATTERED[1:])
 
 

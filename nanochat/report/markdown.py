@@ -32,6 +32,10 @@ MEANINGS = {
         "the share of held-out pairs in which the preferred answer "
         "has gained on the other one since before training"
     ),
+    "perplexity of general text": (
+        "how well the fine-tuned model still predicts text that is not in your data; a rise since "
+        "before training, in the curve, is what it has forgotten"
+    ),
     "bits per byte of the base corpus": (
         "the same texts after every stage; a rise is what the stage has forgotten"
     ),

@@ -12,6 +12,7 @@ CURVES = (
     "val_bpb",
     "val_accuracy",
     "val_margin",
+    "general_perplexity",
     "reward",
     "accuracy",
     "entropy",

@@ -18,6 +18,7 @@ VALIDATION_TEXTS = {
     "sft": "answers",
     "tune": "answers of your own data",
 }
+GENERAL_TEXT = "perplexity of general text"
 PREFERENCES = "preferences of your own data that the model follows"
 BASE_CORPUS = "bits per byte of the base corpus"
 QUOTED_PACKAGES = ("torch", "tiktoken", "rustbpe", "numpy")
@@ -100,6 +101,9 @@ def _add_validation(rows: Table, sections: Sections) -> None:
     curve = sections.get("tune_train", {}).get("val_accuracy")
     if curve:
         rows[PREFERENCES] = {"tune": curve[-1][1]}
+    curve = sections.get("tune_train", {}).get("general_perplexity")
+    if curve:
+        rows[GENERAL_TEXT] = {"tune": curve[-1][1]}
 
 
 def _add_base_corpus(rows: Table, sections: Sections) -> None:

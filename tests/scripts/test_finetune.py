@@ -72,7 +72,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def config(models: Path, family: str = "qwen3", **given: Any) -> finetune.Config:
     flags = {"max_length": 48, "target_examples_per_step": 4, "num_iterations": 4, "learning_rate": 3e-3,
              "compile": False, "out_tag": "made", "device_batch_size": 2, "model": models / family,
-             "data": (str(models / "chats.jsonl"),)}  # fmt: skip
+             "data": (str(models / "chats.jsonl"),), "replay_every": 0}  # fmt: skip
     return configured(finetune.Config, **{**flags, **given})
 
 
@@ -177,12 +177,35 @@ def test_two_ranks_learn_what_one_learns_however_they_share(
             load_adapter(load_qwen(models / "qwen3", on_cpu()), checkpoint_dir("tune", "made") / "step_000004")
 
 
+# --- what is forgotten ---------------------------------------------------------------------------
+
+
+def test_a_stopped_run_with_the_models_own_words_ends_with_the_same_bits(models: Path, base: Path) -> None:
+    flags = {"replay_every": 2, "eval_every": 2}
+    finetune.train(config(models, **flags), on_cpu())
+    file = checkpoint_dir("tune", "made") / "step_000004" / "adapter_model.safetensors"
+    straight = file.read_bytes()
+    measured = [line.get("general_perplexity") for line in read_metrics(checkpoint_dir("tune", "made"))]
+    shutil.rmtree(base)
+    finetune.train(config(models, **flags, stop_at=2), on_cpu())
+    finetune.train(config(models, **flags), on_cpu())
+    assert file.read_bytes() == straight
+    again = [line.get("general_perplexity") for line in read_metrics(checkpoint_dir("tune", "made"))]
+    assert again == measured and [value is not None for value in again] == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize("every", [1, -2])
+def test_own_words_in_every_row_are_refused(models: Path, every: int) -> None:
+    assert "--replay_every" in refused(models, replay_every=every)
+
+
 # --- what is left at auto ------------------------------------------------------------------------
 
 
 def defaults(models: Path, **given: Any) -> finetune.Config:
     data = (str(models / "chats.jsonl"),)
-    return configured(finetune.Config, model=models / "qwen3", data=data, out_tag="made", compile=False, **given)
+    flags = {"replay_every": 0, **given}
+    return configured(finetune.Config, model=models / "qwen3", data=data, out_tag="made", compile=False, **flags)
 
 
 def test_few_conversations_make_thirty_steps_of_an_epoch(models: Path) -> None:
@@ -201,7 +224,7 @@ def test_flags_that_are_given_are_kept(models: Path, capsys: pytest.CaptureFixtu
 def as_an_earlier_version_saved_it(folder: Path, step: int, **settings: Any) -> None:
     """Give a checkpoint the settings of a run that was begun before facts and automatic sizes."""
     meta = read_meta(folder, step)
-    for name in ("automatic learning rate", "held out"):
+    for name in ("automatic learning rate", "held out", "replay_every"):
         meta["config"].pop(name, None)
     meta["config"] |= settings
     del meta["sha256"]
@@ -227,7 +250,7 @@ def test_a_run_of_an_earlier_version_resumes_with_its_rate_its_sizes_and_its_val
         finetune.train(defaults(models, **then, stop_at=2), on_cpu())
     as_an_earlier_version_saved_it(folder, 2, learning_rate="auto")
     capsys.readouterr()
-    finetune.train(defaults(models), on_cpu())
+    finetune.train(defaults(models, replay_every="auto"), on_cpu())
     assert last.read_bytes() == straight
     assert "learning_rate: " not in capsys.readouterr().out
 
