@@ -80,6 +80,14 @@ def pool() -> Iterator[Any]:
     ranks.close()
 
 
+@pytest.fixture(scope="session")
+def real_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a published model with real weights, converted once for all processes of a run: read only."""
+    from tests.support.real_model import converted_once
+
+    return converted_once(tmp_path_factory)
+
+
 class Reliability:
     """Counts the fault tests of a run, over all processes, and writes docs/reliability.md from them at its end."""
 

@@ -31,6 +31,7 @@ MODELS = {
     "qwen2": CONFIGS["qwen2"],
     "qwen2.5-tied": CONFIGS["qwen2.5-tied"],
     "qwen3": CONFIGS["qwen3"],
+    "llama3": CONFIGS["llama3"],
     "qwen3.5": dataclasses.replace(CONFIGS["qwen3.5"], delta_key_dim=16),
 }
 TEXTS = ["", "the cat 猫", "I'll don't SHE'S", "  12345 67,890.5\r\n\r\n x", "ﬁ ½ Ⅷ\t\n",
@@ -76,8 +77,8 @@ class LlamaServer:
 
 
 def random_model(family: str) -> Qwen:
-    model = Qwen(MODELS[family])
     if family == "qwen3.5":
+        model = Qwen(MODELS[family])
         model.init_weights(1)
         generator = torch.Generator().manual_seed(2)
         with torch.no_grad():

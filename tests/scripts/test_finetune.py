@@ -36,7 +36,7 @@ WORDS = ("the", "cat", "sat", "on", "mat", "12", "34", "猫", "坐", "垫子")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Published models of two families, a file of conversations, and a file of preferences, where short answers win."""
     folder = tmp_path_factory.mktemp("models")
-    for family in ("qwen3", "qwen3.5"):
+    for family in ("qwen3", "qwen3.5", "llama3"):
         (folder / family).mkdir()
         write_folder(folder / family, family)
     chats, pairs = [], []
@@ -80,7 +80,7 @@ def losses() -> list[float]:
     return [line["loss"] for line in read_metrics(checkpoint_dir("tune", "made")) if "loss" in line]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5", "llama3"])
 def test_an_adapter_learns_and_leaves_the_base_alone(models: Path, family: str) -> None:
     finetune.train(config(models, family, num_iterations=12, learning_rate=1e-2), on_cpu())
     found = losses()
@@ -258,7 +258,7 @@ def test_a_run_of_an_earlier_version_resumes_with_its_rate_its_sizes_and_its_val
 # --- data ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5", "llama3"])
 def test_packed_rows_give_the_gradient_of_conversations_one_by_one(models: Path, family: str) -> None:
     model = load_qwen(models / family, on_cpu())
     tokenizer: Any = FolderTokenizer(models / family, VOCABULARY)

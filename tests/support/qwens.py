@@ -1,4 +1,4 @@
-"""Small random Qwen models of each family, ours and Hugging Face transformers', with the same weights."""
+"""Small random models of each published family, ours and Hugging Face transformers', with the same weights."""
 
 import json
 from collections.abc import Sequence
@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from nanochat.checkpoint_manager.families import families, family_of
 from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.data import bpe
+from nanochat.models.llama import LlamaConfig
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms.layers import accelerate
@@ -28,6 +30,9 @@ CONFIGS = {
         **SHAPE, n_layer=4, head_dim=32, rotary_dim=8, layers="DDDA", zero_centred=1, output_gate=1, tied=0,
         delta_key_heads=2, delta_value_heads=4, delta_key_dim=12, delta_value_dim=16, rope_theta=10_000_000.0,
     ),
+    "llama3": LlamaConfig(
+        **SHAPE, n_layer=2, head_dim=12, tied=0, rope_theta=500_000.0, rope_factor=8.0, rope_original=64,
+    ),
 }  # fmt: skip
 
 
@@ -36,7 +41,8 @@ def tiny_qwen(
 ) -> Qwen:
     """A model whose weights are large enough that every part of it matters, with norms and biases that are not
     trivial."""
-    model = Qwen(CONFIGS[family], dtype)
+    config = CONFIGS[family]
+    model = families()[family_of(config)].model(config, dtype)
     if operations is not None:
         accelerate(model, operations)
     generator = torch.Generator().manual_seed(seed)
