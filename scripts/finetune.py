@@ -135,9 +135,9 @@ class Config:
     """name of the result; default: the names of the model and of the first file"""
     eval_every: Free[int] = 100
     """steps between validations; 0: never validate"""
-    replay_every: int | Auto = "auto"
-    """one row in so many holds the model's own words, which it writes before training, so that it forgets less;
-    0: none. auto: 4, and none with dpo"""
+    replay_every: int = 0
+    """one row in so many, for example 4, holds the model's own words, so that it forgets less; 0: none.
+    The model writes them before training. They make it learn the data more slowly, so give more epochs too"""
     general_text: Rare[Free[Path | None]] = None
     """text file on which each validation also measures the perplexity, to show what the model forgets.
     Blank lines separate passages, and no passage may be in the data.
@@ -191,8 +191,6 @@ class Config:
         one conversation in 50, and did not adapt row lengths, batches and epochs to the data.
         """
         cfg = self
-        if begun and cfg.replay_every == "auto":
-            cfg = replace(cfg, replay_every=begun.get("replay_every", 0))
         if not begun or HELD_OUT_FACT in begun:
             return cfg
         if cfg.max_length == "auto":
@@ -256,6 +254,7 @@ def train(cfg: Config, compute: Compute) -> None:
     max_length = None if cfg.max_length == "auto" else cfg.max_length
     passages = read_passages(cfg.general_text)
     base = open_base(cfg.model, max_length, lora, compute, cfg.run.seed)
+    replay.check_replay(cfg.replay_every, base, compute)
     read_own = own_pairs if preference else own_conversations
     conversations = read_own(cfg.data, HELD_OUT if earlier else None)
     facts = {HELD_OUT_FACT: f"one in {conversations.held_out_every}"}
@@ -300,9 +299,8 @@ def train(cfg: Config, compute: Compute) -> None:
         compute,
         folder.begun_rows,
     )
-    every = 0 if preference else replay.own_row_every(cfg.replay_every, base, compute)
-    if every:
-        rows = replay.with_own_words(rows, every, base, cfg.run.seed, compute)
+    if cfg.replay_every and not preference:
+        rows = replay.with_own_words(rows, cfg.replay_every, base, cfg.run.seed, compute)
     steps = cfg.epochs.steps_over(
         rows, batch.rows_per_step, conversations.name, cfg.batch.smaller_steps
     )

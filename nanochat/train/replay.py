@@ -20,13 +20,11 @@ from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.prepare.conversations import conversation_folder, prepare_rendered
 from nanochat.prepare.plan import plan
-from nanochat.runtime.progress import Progress
+from nanochat.runtime.progress import Progress, amount
 from nanochat.tokenizer import Rendered
 from nanochat.train.fit.memory import reachable
-from nanochat.train.flags import Auto
 
 VERSION = 1  # part of the key of the words; change it together with what is sampled
-EVERY = 4  # one row in so many is the model's own, by default
 MOST_TOKENS = 32_768  # of own words, which a long run reads several times
 PER_TOKEN = 2  # tokens of own words for each token of the data, until there are MOST_TOKENS
 LONGEST_TEXT = 256  # tokens of a text or a reply
@@ -34,28 +32,33 @@ SLOTS = 16  # texts that are sampled together
 MEMORY_SHARE = 0.8  # of the device's memory, which the whole model may take while it writes
 
 
-def own_row_every(requested: int | Auto, base: Base, compute: Compute) -> int:
-    """Return in how many rows one is the model's own; 0 if none is.
+def check_replay(every: int, base: Base, compute: Compute) -> None:
+    """Raise UserError (exit code 2) if one row in `every` cannot be the model's own; 0: none is.
 
-    `requested` is the value of --replay_every. "auto" means 4, or 0 if the whole model does not fit
-    one device. Raises UserError (exit code 2) if `requested` is 1 or negative.
+    The whole model must fit one device to write its words.
     """
-    if requested != "auto":
-        if requested == 1 or requested < 0:
-            raise UserError(
-                tr(
-                    "--replay_every must be 0 or at least 2, got {requested}: with 1, no row "
-                    "would be left for the data. Leave it out, or take 4",
-                    requested=requested,
-                ),
-                exit_code=2,
-            )
-        return requested
+    if every == 1 or every < 0:
+        raise UserError(
+            tr(
+                "--replay_every must be 0 or at least 2, got {every}: with 1, no row would be left "
+                "for the data. Leave it out, or give --replay_every=4",
+                every=every,
+            ),
+            exit_code=2,
+        )
     size = base.model.parameter_counts()["total"] * compute.dtype.itemsize
-    if size > MEMORY_SHARE * reachable(compute):
-        log("replay_every: 0 (the whole model, which would write its own words, exceeds a device)")
-        return 0
-    return EVERY
+    available = reachable(compute)
+    if every and size > MEMORY_SHARE * available:
+        raise UserError(
+            tr(
+                "--replay_every={every} needs the whole model on one device to write its own words: "
+                "it takes {size}, and {available} are there. Leave the flag out",
+                every=every,
+                size=amount(size, "B"),
+                available=amount(available, "B"),
+            ),
+            exit_code=2,
+        )
 
 
 def with_own_words(rows: Rows, every: int, base: Base, seed: int, compute: Compute) -> MixedRows:

@@ -72,7 +72,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def config(models: Path, family: str = "qwen3", **given: Any) -> finetune.Config:
     flags = {"max_length": 48, "target_examples_per_step": 4, "num_iterations": 4, "learning_rate": 3e-3,
              "compile": False, "out_tag": "made", "device_batch_size": 2, "model": models / family,
-             "data": (str(models / "chats.jsonl"),), "replay_every": 0}  # fmt: skip
+             "data": (str(models / "chats.jsonl"),)}  # fmt: skip
     return configured(finetune.Config, **{**flags, **given})
 
 
@@ -204,8 +204,7 @@ def test_own_words_in_every_row_are_refused(models: Path, every: int) -> None:
 
 def defaults(models: Path, **given: Any) -> finetune.Config:
     data = (str(models / "chats.jsonl"),)
-    flags = {"replay_every": 0, **given}
-    return configured(finetune.Config, model=models / "qwen3", data=data, out_tag="made", compile=False, **flags)
+    return configured(finetune.Config, model=models / "qwen3", data=data, out_tag="made", compile=False, **given)
 
 
 def test_few_conversations_make_thirty_steps_of_an_epoch(models: Path) -> None:
@@ -250,7 +249,7 @@ def test_a_run_of_an_earlier_version_resumes_with_its_rate_its_sizes_and_its_val
         finetune.train(defaults(models, **then, stop_at=2), on_cpu())
     as_an_earlier_version_saved_it(folder, 2, learning_rate="auto")
     capsys.readouterr()
-    finetune.train(defaults(models, replay_every="auto"), on_cpu())
+    finetune.train(defaults(models), on_cpu())
     assert last.read_bytes() == straight
     assert "learning_rate: " not in capsys.readouterr().out
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from nanochat.checkpoint_manager.huggingface.base import open_base
+from nanochat.common import UserError
 from nanochat.dataloader import MixedRows, chat_rows
 from nanochat.train import replay
 from tasks.mixtures import own_conversations
@@ -56,10 +57,12 @@ def test_the_same_seed_samples_the_same_words(tmp_path: Path, monkeypatch: pytes
     assert first.key == again.key != other.key
 
 
-def test_a_model_larger_than_the_device_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_larger_than_the_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mixed(tmp_path)
     base = open_base(tmp_path / "model", LENGTH, None, on_cpu(), 1)
-    assert replay.own_row_every("auto", base, on_cpu()) == replay.EVERY
+    replay.check_replay(4, base, on_cpu())
     monkeypatch.setattr(replay, "reachable", lambda compute: 1000)
-    assert replay.own_row_every("auto", base, on_cpu()) == 0
-    assert replay.own_row_every(5, base, on_cpu()) == 5
+    replay.check_replay(0, base, on_cpu())
+    with pytest.raises(UserError, match="--replay_every=4") as failure:
+        replay.check_replay(4, base, on_cpu())
+    assert failure.value.exit_code == 2
