@@ -132,7 +132,7 @@ def _no_int8(loaded: Loaded, compute: Compute) -> str:
     if reason:
         return reason
     if isinstance(loaded.model, GPT):
-        return "this is no Qwen model, and no other family has matrices in 8 bits"
+        return "this is no Qwen or Llama model, and no other family has matrices in 8 bits"
     return ""
 
 
