@@ -1,4 +1,4 @@
-"""Fine-tune a published model (Qwen1.5 to Qwen3.5), or an adapter of it, on your own data.
+"""Fine-tune a published model (Qwen1.5 to Qwen3.5, Llama), or an adapter of it, on your own data.
 
 The data are conversations, or preferences with --loss=dpo.
 

@@ -27,8 +27,8 @@ class Config:
     target: Positional[Path]
     """Folder to create, or the file with --format gguf. It must not exist yet."""
     format: Literal["huggingface", "gguf"] = "huggingface"
-    """huggingface: a folder that transformers, and for Qwen models vLLM, load without a network.
-    gguf: one file for llama.cpp and what is built on it; models of the Qwen family only"""
+    """huggingface: a folder that transformers, and vLLM for Qwen and Llama, load without a network.
+    gguf: one file for llama.cpp and what is built on it, of a Qwen or Llama model only."""
     source: Literal["base", "mid", "sft", "rl", "tune"] | None = None
     """Stage of the model. Default: the latest one, in the order rl > sft > mid > base > tune."""
     model_tag: str | None = None
@@ -36,7 +36,7 @@ class Config:
     step: int | None = None
     """Step of the checkpoint. Default: the last."""
     model: Path | None = None
-    """Folder of a published Qwen model to export instead:
+    """Folder of a published Qwen or Llama model to export instead:
     config.json, tokenizer.json and safetensors files."""
     adapter: Path | None = None
     """Folder of an adapter (LoRA) for the model of --model, as scripts.finetune or peft wrote it;
@@ -95,12 +95,12 @@ def _convert(cfg: Config, path: Path, target: Path) -> None:
 def main(cfg: Config) -> None:
     """Load a model, export it to a new target, and log how other programs can load it."""
     target = cfg.target.expanduser()
-    if cfg.from_gguf is not None:
-        _convert(cfg, cfg.from_gguf.expanduser(), target)
-        return
     if target.exists():
         kind = "file" if cfg.format == "gguf" else "folder"
         raise UserError(f"{target} exists already: name another {kind}", 2)
+    if cfg.from_gguf is not None:
+        _convert(cfg, cfg.from_gguf.expanduser(), target)
+        return
     loaded = load(cfg)
     about = f"exported stage {loaded.stage}, tag {loaded.tag}, step {loaded.step:,} to {target}"
     if cfg.format == "gguf":

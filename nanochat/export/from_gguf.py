@@ -73,6 +73,7 @@ def _shape(source: GGUFFile) -> QwenConfig:
     if llama.ROPE_DIVISORS in source.shapes:
         divisors = source.tensor(llama.ROPE_DIVISORS)
         settings["rope_factor"] = _decimal(divisors.max().item())
+        settings["rope_original"] = value(llama.ROPE_ORIGINAL, LlamaConfig.rope_original)
     shape = checked_shape(ARCHITECTURES[name], settings, str(source.path))
     if "rope_factor" in settings:
         _check_divisors(source, shape)

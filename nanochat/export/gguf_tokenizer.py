@@ -115,15 +115,14 @@ def _generation_config(
     source: GGUFFile, spellings: Sequence[str], kinds: Sequence[int]
 ) -> dict[str, Any]:
     """Return the content of generation_config.json: special tokens, and advice for sampling."""
-    ends = {
+    marks = [
         source.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")
-    }
-    ends |= {
-        token
-        for token, spelling in enumerate(spellings)
-        if spelling in ENDS and kinds[token] == CONTROL
-    }
-    content: dict[str, Any] = {"eos_token_id": sorted(ends - {None})}
+    ]
+    ends = {mark for mark in marks if mark is not None}
+    for token, spelling in enumerate(spellings):
+        if spelling in ENDS and kinds[token] == CONTROL:
+            ends.add(token)
+    content: dict[str, Any] = {"eos_token_id": sorted(ends)}
     for name, key in (("bos", "bos"), ("pad", "padding")):
         token = source.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token is not None:

@@ -49,6 +49,7 @@ LAYER_NAMES = {
 # The same for parameters that have no module of their own.
 PARAMETER_NAMES = {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"}
 ROPE_DIVISORS = "rope_freqs.weight"  # of Llama 3; a tensor that is no parameter
+ROPE_ORIGINAL = "rope.scaling.original_context_length"
 
 
 def architecture(config: QwenConfig) -> str:
@@ -87,6 +88,8 @@ def _shape(config: QwenConfig) -> dict[str, Value]:
         "rope.dimension_count": c.rotated,
         "vocab_size": c.vocab_size,
     }
+    if isinstance(config, LlamaConfig) and config.rope_factor != 1:
+        values[ROPE_ORIGINAL] = config.rope_original
     name = architecture(config)
     if name == "qwen35":
         # Pairs of channels go in turn to time, height and width, which are equal in text.

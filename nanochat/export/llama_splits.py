@@ -2,8 +2,8 @@
 
 A tokenizer first splits text into pieces, and then merges the bytes of each piece. llama.cpp does
 not read the rule of the first step from a file: it has its own code for each rule, and a GGUF file
-names the rule. The table holds the rules of byte-level vocabularies. Outside ASCII, llama.cpp's
-code differs from these rules in a few characters; it does not treat the long s (U+017F) as an s.
+names the rule. The table holds rules of byte-level vocabularies. llama.cpp's code follows them but
+for the long s (U+017F), which it does not treat as an s, and for the rules in APPROXIMATE.
 """
 
 from collections.abc import Mapping
@@ -65,6 +65,8 @@ SPLITS = {
         (f"{ENDINGS}|{WORD}|\\p{{N}}{{1}}| ?[^\\s\\p{{L}}\\p{{N}}\\r\\n]+|{SPACES}",)
     ),
 }
+# Names of splits that llama.cpp only approximates: letters beyond ASCII may become other tokens.
+APPROXIMATE = ("gpt-4o", "tekken")
 # Other names in GGUF files -> the name of the same split in SPLITS.
 OTHER_NAMES = {
     **dict.fromkeys(("phi-2", "olmo", "mpt", "jais", "gigachat", "mellum", "exaone4"), "gpt-2"),
@@ -102,8 +104,8 @@ def steps_of(pre_tokenizer: Mapping[str, Any]) -> tuple[str, ...] | None:
     for piece in pieces[:-1]:
         if piece == {"type": "Digits", "individual_digits": True}:
             steps.append(DIGITS)
-        elif piece.get("type") == "Split" and piece.items() >= ISOLATED.items():
-            steps.append(piece["pattern"].get("Regex"))
+        elif "Regex" in piece.get("pattern", {}) and piece.items() >= ISOLATED.items():
+            steps.append(piece["pattern"]["Regex"])
         else:
             return None
     last = pieces[-1] if pieces else {}

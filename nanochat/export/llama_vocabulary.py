@@ -8,10 +8,10 @@ from typing import Any
 
 from nanochat.checkpoint_manager.huggingface.template import CHATML
 from nanochat.checkpoint_manager.huggingface.tokenizer import FILE_NAME, FolderTokenizer
-from nanochat.common import UserError, read_json
+from nanochat.common import UserError, log, read_json
 from nanochat.export.gguf import Value
 from nanochat.export.huggingface import CHAT_TEMPLATE, tokenizer_json
-from nanochat.export.llama_splits import QWEN2, SPLITS, Split, steps_of
+from nanochat.export.llama_splits import APPROXIMATE, QWEN2, SPLITS, Split, steps_of
 from nanochat.tokenizer import PATTERNS, Tokenizer
 
 # Our patterns for splits that llama.cpp knows under another regular expression.
@@ -73,7 +73,13 @@ def _split_name(content: Mapping[str, Any], advice: str) -> str:
     if split.whole_pieces:
         spelled += ", with ignore_merges"
     refuse_if(not names, f"it knows no split by {spelled}")
-    return names[0]
+    (name,) = names
+    if name in APPROXIMATE:
+        log(
+            f"llama.cpp follows the split {name!r} only in ASCII: it makes other tokens of some "
+            "words with letters such as É"
+        )
+    return name
 
 
 def _tokens(content: Mapping[str, Any], row_count: int) -> dict[str, Value]:

@@ -34,11 +34,11 @@ class ModelFlags:
     step: Annotated[int | None, arg(aliases=["-s"])] = None
     """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     model: Path | None = None
-    """Folder of a published Qwen model to chat with instead: config.json,
+    """Folder of a published Qwen or Llama model to chat with instead: config.json,
     tokenizer.json and safetensors files."""
     weights: Literal["auto", "int8"] = "auto"
     """Number format of the matrices. auto: the same as the computation. int8: half the memory,
-    on a CPU that uses bf16. Qwen models only; replies change a little."""
+    on a CPU that uses bf16. Not for our own GPT; replies change a little."""
     graphs: bool | None = None
     """Replay every decoding step as one captured launch, on an NPU or a GPU. Default: on GPUs.
     An NPU needs TASK_QUEUE_ENABLE=1."""
@@ -132,7 +132,7 @@ def _no_int8(loaded: Loaded, compute: Compute) -> str:
     if reason:
         return reason
     if isinstance(loaded.model, GPT):
-        return "this is no Qwen model, and no other family has matrices in 8 bits"
+        return "this is no Qwen or Llama model, and no other family has matrices in 8 bits"
     return ""
 
 

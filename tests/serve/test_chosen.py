@@ -207,6 +207,6 @@ def test_int8_is_for_qwen_on_a_cpu_that_computes_in_bf16(folder: Path, base_fold
     ):
         choose(flags, "float32", on_cpu())
     tiny_checkpoint("sft", 10)
-    with pytest.raises(UserError, match=r"no Qwen model.*Leave --weights out") as caught:
+    with pytest.raises(UserError, match=r"no Qwen or Llama model.*Leave --weights out") as caught:
         choose(ModelFlags(weights="int8"), "bfloat16", on_cpu())
     assert caught.value.exit_code == 2

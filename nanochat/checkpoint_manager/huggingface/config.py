@@ -39,6 +39,17 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
     model's context.
     """
     path = folder / "config.json"
+    if folder.is_file() and folder.suffix == ".gguf":
+        raise UserError(
+            tr(
+                "{folder} is a GGUF file, and a model is a folder here. Make a folder of the file "
+                "with `python -m nanochat.export --from-gguf {folder} {new_folder}`, then name "
+                "{new_folder}",
+                folder=folder,
+                new_folder=folder.with_suffix(""),
+            ),
+            2,
+        )
     if not path.is_file():
         raise UserError(
             tr(

@@ -102,7 +102,12 @@ def test_the_context_can_be_shortened_and_not_lengthened(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"architectures": ["Gemma3ForCausalLM"]}, "'LlamaForCausalLM'.*Qwen3ForCausalLM"),
+        ({"architectures": ["Gemma3ForCausalLM"]}, "'Gemma3ForCausalLM'.*Qwen3ForCausalLM"),
+        ({"architectures": ["LlamaForCausalLM"], "mlp_bias": True}, "MLPs"),
+        ({"architectures": ["LlamaForCausalLM"], "rope_scaling": {"rope_type": "llama3"}}, "damaged"),
+        ({"architectures": ["LlamaForCausalLM"], "rope_scaling": {"rope_type": "dynamic"}}, "'dynamic'"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, "sliding window"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "'llama3'"),
         ({"architectures": None}, "architecture None"),
         ({"architectures": [{}]}, r"architecture \{\}"),
         ({"architectures": [["Qwen3ForCausalLM"]]}, "architecture .*Qwen3ForCausalLM"),
