@@ -100,9 +100,8 @@ def load_published(
     matrices and tables, by default the compute dtype. Raises UserError if files are missing,
     damaged, unsupported or do not fit each other.
     """
-    from nanochat.checkpoint_manager.huggingface.adapter import load_adapter
+    from nanochat.checkpoint_manager.huggingface.adapter import merge_adapter
     from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
-    from nanochat.models.lora import merge
 
     folder = folder.expanduser().resolve()
     model = load_qwen(folder, compute, dtype)
@@ -110,8 +109,7 @@ def load_published(
     mark = folder_mark(folder)
     if adapter is not None:
         adapter = adapter.expanduser().resolve()
-        load_adapter(model, adapter)
-        merge(model)
+        merge_adapter(model, adapter, compute)
         tag = f"{tag} + {adapter.name}"
         mark = f"{mark} {sha256_of(adapter / ADAPTER)}"
     tokenizer = load_tokenizer(folder, model.config.vocab_size)

@@ -210,14 +210,24 @@ def load_adapters(
     """Load and return the adapters for the chosen model `first`, or None if there are none.
 
     `folders` maps the name of each adapter to its folder. Raises UserError if an adapter cannot be
-    read or belongs to another base model.
+    read, belongs to another base model, or can only be merged.
     """
     if not folders:
         return None
     model = first.loaded.model
-    from nanochat.checkpoint_manager.huggingface.adapter import read_adapter
+    from nanochat.checkpoint_manager.huggingface.adapter import part_to_merge, read_adapter
 
     adapters = {name: read_adapter(model, folder) for name, folder in folders.items()}
+    for name, adapter in adapters.items():
+        part = part_to_merge(adapter)
+        if part:
+            raise UserError(
+                f"the adapter {name!r} has {part}, and a server that answers with several adapters "
+                "adds only low-rank products to the matrices inside layers. Merge it with "
+                f"`python -m nanochat.export MERGED --model BASE --adapter {folders[name]}`, and "
+                "serve MERGED with --model",
+                exit_code=2,
+            )
     return Adapters(model, adapters, model.dtype, compute.device)
 
 
