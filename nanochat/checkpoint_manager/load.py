@@ -96,21 +96,22 @@ def load_published(
 ) -> Loaded:
     """Load a published model for inference, and return it with its tokenizer.
 
-    `adapter` is the folder of an adapter to merge into the model. `dtype` is the number format of
+    `folder` is one that published_folder() finds, and so is `adapter`, an adapter to merge. `dtype` is the number format of
     matrices and tables, by default the compute dtype. Raises UserError if files are missing,
     damaged, unsupported or do not fit each other.
     """
-    from nanochat.checkpoint_manager.huggingface.adapter import merge_adapter
+    from nanochat.checkpoint_manager.huggingface.adapter import SETTINGS, merge_adapter
+    from nanochat.checkpoint_manager.huggingface.folders import model_name, published_folder
     from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
 
-    folder = folder.expanduser().resolve()
+    folder = published_folder(folder)
     model = load_qwen(folder, compute, dtype)
-    tag = folder.name
+    tag = model_name(folder)
     mark = folder_mark(folder)
     if adapter is not None:
-        adapter = adapter.expanduser().resolve()
+        adapter = published_folder(adapter, SETTINGS)
         merge_adapter(model, adapter, compute)
-        tag = f"{tag} + {adapter.name}"
+        tag = f"{tag} + {model_name(adapter)}"
         mark = f"{mark} {sha256_of(adapter / ADAPTER)}"
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     meta = {"files": {MODEL: {"sha256": mark}}, "config": {"corpus": None}}

@@ -147,7 +147,7 @@ def test_adapters_have_the_names_that_they_are_given_or_those_of_their_folders(f
     ("values", "said"),
     [
         (["a=x", "b=y", "a=z"], "two adapters would have the name 'a'"),
-        (["a/mine", "b/mine"], "two adapters would have the name 'mine'"),
+        (["/a/mine", "/b/mine"], "two adapters would have the name 'mine'"),
         (["=x"], "--adapter must be NAME=FOLDER or FOLDER, got '=x'"),
         (["a="], "--adapter must be NAME=FOLDER or FOLDER, got 'a='"),
     ],

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanochat.checkpoint_manager.files import ADAPTER, ADAPTER_PREFIX, new_folder
+from nanochat.checkpoint_manager.huggingface.folders import refuse_pickle, refuse_pointer
 from nanochat.checkpoint_manager.huggingface.peft_settings import (
     SETTINGS,
     PeftSettings,
@@ -109,6 +110,7 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
     settings = read_settings(folder)
     path = folder / ADAPTER
     if not path.is_file():
+        refuse_pickle(folder)
         raise UserError(
             tr(
                 "{folder} has no {adapter}. Copy the adapter again from its source",
@@ -143,6 +145,7 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
 def _read_tensors(path: Path) -> tuple[str | None, dict[str, Tensor]]:
     """Return the recorded hash of the base's norms (or None), and the tensors under our names."""
     tensors = {}
+    refuse_pointer(path)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.checkpoint_manager.families import checked_shape
+from nanochat.checkpoint_manager.huggingface.quantised import SETTING, check_quantisation
 from nanochat.common import UserError, read_json, tr
 from nanochat.models.qwen.config import QwenConfig
 
@@ -47,6 +48,7 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
     architecture = _architecture(content, path)
     text = content.get("text_config", content)
     try:
+        check_quantisation(content.get(SETTING, text.get(SETTING)))
         shape = _shape(architecture, {**text, "tie_word_embeddings": _tied(content, text)})
     except UserError as failure:
         raise UserError(f"{path}: {failure}", 2) from failure
@@ -127,14 +129,26 @@ def _refuse_unknown(text: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
         rope_type != "default",
         f"rotary embeddings of type {rope_type!r}; only the default type is",
     )
-    layers = text.get("layer_types") or []
-    slides = bool(text.get("use_sliding_window")) or "sliding_attention" in layers
-    refuse_if(slides, "a sliding window; full attention is")
-    refuse_if("quantization_config" in text, "quantised weights; bf16, fp16 and fp32 are")
+    refuse_if(_slides(text), "a sliding window; full attention is")
     refuse_if(
         bool(text.get("attention_bias")),
         "biases in every matrix of attention; only those of Qwen2 are",
     )
+
+
+def _slides(text: Mapping[str, Any]) -> bool:
+    """Return whether a layer has a sliding window that is shorter than the context.
+
+    Without layer_types, use_sliding_window concerns the layers from max_window_layers on.
+    """
+    window = text.get("sliding_window")
+    if window is not None and window >= text["max_position_embeddings"]:
+        return False
+    layers = text.get("layer_types")
+    if layers:
+        return "sliding_attention" in layers
+    first = text.get("max_window_layers", 0)
+    return bool(text.get("use_sliding_window")) and first < text["num_hidden_layers"]
 
 
 def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from nanochat.checkpoint_manager.huggingface.folders import refuse_pointer
+from nanochat.checkpoint_manager.huggingface.quantised import drop_setting
 from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, Messages, chatml
 from nanochat.common import UserError, fsync_path, read_json, sha256_of, tr
 from nanochat.data.bpe import letters_for_bytes
@@ -82,6 +84,7 @@ class FolderTokenizer:
                     file_name=FILE_NAME,
                 )
             )
+        refuse_pointer(path)
         self.folder = folder
         self.vocab_size = vocab_size
         self.hash = sha256_of(path)
@@ -148,6 +151,8 @@ class FolderTokenizer:
         for name in COMPANIONS:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, folder / name)
+                if name == "config.json":
+                    drop_setting(folder / name)
                 fsync_path(folder / name)
         return folder / FILE_NAME
 
