@@ -43,6 +43,19 @@ class Loaded:
         return self.meta.get("config", {}).get("corpus")
 
     @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The publisher's sampling defaults by their names in Sampling; {} for our own models.
+
+        Raises UserError if generation_config.json is damaged.
+        """
+        folder = getattr(self.tokenizer, "folder", None)
+        if folder is None:
+            return {}
+        from nanochat.checkpoint_manager.huggingface.generation import sampling_defaults
+
+        return sampling_defaults(folder)
+
+    @property
     def weights(self) -> str:
         """A string of one or two hashes that identifies the model's parameters."""
         return weights_hash(self.meta)

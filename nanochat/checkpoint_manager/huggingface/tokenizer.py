@@ -333,12 +333,25 @@ class FolderTokenizer:
         free_rows = range(self.vocab_size - 1, self._last, -1)
         roles |= zip(ROWLESS, free_rows, strict=False)
         roles["bos"] = self.bos
-        roles["assistant_end"] = self._specials.get(END_OF_TURN, min(self.stops))
+        roles["assistant_end"] = self._end_of_turn()
         for role in (*ROWLESS, "assistant_end"):
             spelling = f"<|{role}|>"
-            if spelling in self._added:
-                roles[role] = self._added[spelling]
+            if spelling in self._specials:
+                roles[role] = self._specials[spelling]
         return roles
+
+    def _end_of_turn(self) -> int:
+        """Return the token that ends the assistant's turn.
+
+        It is <|im_end|> if the chat template has that, else the publisher's eos_token, and else the
+        first token of generation_config.json.
+        """
+        template = self.template_source
+        end = self._specials.get(END_OF_TURN)
+        if end is not None and (template is None or END_OF_TURN in template):
+            return end
+        eos = self.named("eos_token")
+        return min(self.stops) if eos is None else eos
 
     # --- conversations ---------------------------------------------------------------------------
 
