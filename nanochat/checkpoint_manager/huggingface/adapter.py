@@ -210,6 +210,7 @@ def _factor_shapes(model: Qwen, settings: PeftSettings, module: str) -> dict[str
     They are empty if the model has no such module, or if the module can have no adapter.
     """
     rank = settings.config_of(module).rank
+    shapes: dict[str, tuple[int, ...]]
     if module == EMBEDDING:
         vocabulary, channels = model.model.embed_tokens.weight.shape
         shapes = {"lora_embedding_A": (rank, vocabulary), "lora_embedding_B": (channels, rank)}

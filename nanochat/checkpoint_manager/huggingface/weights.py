@@ -23,6 +23,7 @@ from nanochat.checkpoint_manager.parts.index import INDEX
 from nanochat.common import UserError, log, read_json, tr
 from nanochat.device import Compute, local
 from nanochat.models.qwen.model import Qwen
+from nanochat.platforms.base import dtype_name
 from nanochat.runtime import parallel
 
 MARKED_BYTES = 1 << 20  # how much folder_mark() reads at each end of a file
@@ -208,6 +209,11 @@ class Weights:
                 return False
         return True
 
+    @property
+    def fp8_count(self) -> int:
+        """The number of matrices in FP8."""
+        return len(self._scales)
+
     def rows(self, name: str, first: int, count: int) -> Tensor:
         """Return `count` rows of a tensor, starting at row `first`. Only these are read.
 
@@ -247,6 +253,14 @@ def load_weights(model: Qwen, folder: Path) -> None:
                     "is loaded",
                     part_of_model=part_of_model,
                     count=count,
+                )
+            )
+        if weights.fp8_count:
+            log(
+                tr(
+                    "model: {count} matrices in FP8 are converted, and computed with in {dtype}",
+                    count=weights.fp8_count,
+                    dtype=dtype_name(model.dtype),
                 )
             )
         for name, parameter in model.named_parameters():
