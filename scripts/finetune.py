@@ -105,7 +105,8 @@ class Config:
     """Flags of fine-tuning a published model."""
 
     model: Free[Path]
-    """folder of the model: config.json, tokenizer.json and safetensors files"""
+    """folder of the model: config.json, tokenizer.json and safetensors files.
+    Or OWNER/NAME, if hf or modelscope has downloaded that model"""
     data: Free[tuple[str, ...]]
     """JSONL or JSON files of conversations: messages, ShareGPT or Alpaca; with --loss=dpo files of preferences.
     FILE:2 takes the records of a file twice, FILE:0.5 every second one"""

@@ -187,6 +187,16 @@ def test_a_pattern_that_cannot_be_read_is_damage(pattern: dict[str, Any], tmp_pa
         read_adapter(tiny_qwen("qwen3"), tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("pattern", ["(a|a)*x", ".*.*.*.*.*x"])
+def test_a_pattern_that_takes_for_ever_is_refused(pattern: str, tmp_path: Path) -> None:
+    save_adapter(with_adapter("qwen3", CONFIG), CONFIG, "base", tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rank_pattern": {pattern: 3}}))
+    with pytest.raises(UserError, match="rank_pattern") as refused:
+        read_adapter(tiny_qwen("qwen3"), tmp_path / "adapter")
+    assert pattern in str(refused.value)
+
+
 def test_an_adapter_that_grew_the_vocabulary_is_refused(tmp_path: Path) -> None:
     import peft
 

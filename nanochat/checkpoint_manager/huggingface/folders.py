@@ -8,23 +8,33 @@ from pathlib import Path
 
 from nanochat.common import UserError, tr
 
+MODEL, ADAPTER = "config.json", "adapter_config.json"  # the files by which folders are known
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
 HUB_FOLDER = "models--"  # begins models--OWNER--NAME, the folder of a model in the cache of hf
 POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that git-lfs has not fetched
 UNREAD = ("*.bin", "*.pt", "*.pth", "*.ckpt")  # weights in pickle, which can run code
 
 
-def published_folder(path: Path, marker: str = "config.json") -> Path:
+def published_folder(path: Path, marker: str = MODEL) -> Path:
     """Return the folder of the published model that a flag names, as an absolute path.
 
     `path` is the folder itself, a folder models--OWNER--NAME of the Hugging Face cache, or
     OWNER/NAME, which is looked up in the local caches of Hugging Face and ModelScope. `marker` is
     the file by which the folder is known. Raises UserError (exit code 2) if OWNER/NAME is in
-    neither cache.
+    neither cache, or if the folder of a model is that of an adapter.
     """
     folder = path.expanduser()
     if folder.exists() or not HUB_NAME.fullmatch(str(path)):
-        return _snapshot(folder.resolve(), marker)
+        folder = _snapshot(folder.resolve(), marker)
+        if marker == MODEL and not (folder / MODEL).is_file() and (folder / ADAPTER).is_file():
+            raise UserError(
+                tr(
+                    "{folder} is an adapter: name it with --adapter, and its base with --model",
+                    folder=folder,
+                ),
+                exit_code=2,
+            )
+        return folder
     owner, _, name = str(path).partition("/")
     for candidate in _cached(owner, name):
         snapshot = _snapshot(candidate.resolve(), marker)

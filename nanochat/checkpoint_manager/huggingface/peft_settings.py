@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nanochat.checkpoint_manager.huggingface.folders import ADAPTER as SETTINGS
 from nanochat.common import UserError, read_json, tr
 from nanochat.models.lora import LoraConfig
 
-SETTINGS = "adapter_config.json"
 # Settings that are honoured -> the types that their values may have. Settings of which the tensors
 # in the file show the effect, such as layers_to_transform, may have any value.
 HONOURED: dict[str, type | tuple[type, ...]] = {
@@ -55,6 +55,9 @@ CHANGED_BASES = {
     "loftq": "its training rounded the base's matrices",
 }
 SAVE_AGAIN = "Save it again with peft's path_initial_model_for_weight_conversion"
+# A pattern with a repeated group or with many repetitions may take for ever to match.
+REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
+MOST_REPETITIONS = 4
 # Settings that exclude layers or modules from training although they match the targets.
 PARTIAL = ("layers_to_transform", "exclude_modules", "modules_to_save")
 
@@ -109,6 +112,7 @@ def read_settings(folder: Path) -> PeftSettings:
             f"{path} is not of a LoRA adapter, and no other kind is known. Use a LoRA adapter", 2
         )
     _refuse_unsupported(content, path)
+    _refuse_slow_patterns(content, path)
     # A setting that is null is the same as one that is missing.
     values = {name: value for name, value in content.items() if value is not None}
     targets = values.get("target_modules", "None")
@@ -158,6 +162,19 @@ def _refuse_unsupported(content: Mapping[str, Any], path: Path) -> None:
         raise UserError(
             f"{path} asks for {name[:100]}={reprlib.repr(value)}, {reason}. {advice}", exit_code=2
         )
+
+
+def _refuse_slow_patterns(content: Mapping[str, Any], path: Path) -> None:
+    """Raise UserError (exit code 2) if a key of a pattern might take very long to match a name."""
+    for name in ("rank_pattern", "alpha_pattern"):
+        for key in content.get(name) or {}:
+            repetitions = sum(key.count(mark) for mark in "*+{")
+            if REPEATED_GROUP.search(key) or repetitions > MOST_REPETITIONS:
+                raise UserError(
+                    f"{path} has the {name} {reprlib.repr(key)}, and a pattern may have at most "
+                    f"{MOST_REPETITIONS} repetitions and no repeated group. Write the names out",
+                    exit_code=2,
+                )
 
 
 def _start_reason(value: Any) -> tuple[str, str]:

@@ -28,6 +28,7 @@ from nanochat.runtime import parallel
 
 MARKED_BYTES = 1 << 20  # how much folder_mark() reads at each end of a file
 SINGLE = "model.safetensors"
+PARTS = "model-*-of-*.safetensors"
 # Prefix of tensors that are not loaded -> the part of the model that they belong to.
 SKIPPED = {"visual.": "the vision tower", "mtp.": "the multi-token heads"}
 INVERSE_FREQUENCIES = ".rotary_emb.inv_freq"  # written by old versions, and computed here
@@ -51,6 +52,8 @@ def _files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         names = _indexed_files(index)
+    elif not (folder / SINGLE).is_file():  # the index was not copied; check() misses no tensor
+        names = sorted(path.name for path in folder.glob(PARTS)) or names
     for name in names:
         if Path(name).name != name or len(name) > MAX_NAME_LENGTH:
             raise UserError(

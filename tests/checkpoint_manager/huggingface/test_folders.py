@@ -97,6 +97,14 @@ def test_a_name_that_nobody_has_says_how_to_download_it() -> None:
     assert published_folder(Path("./no-name")).name == "no-name"
 
 
+def test_an_adapter_that_is_named_as_a_model_says_which_flag_is_meant(tmp_path: Path) -> None:
+    (tmp_path / SETTINGS).touch()
+    with pytest.raises(UserError, match="--adapter") as refused:
+        load_published(tmp_path, None, on_cpu())
+    assert refused.value.exit_code == 2
+    assert published_folder(tmp_path, SETTINGS) == tmp_path
+
+
 def test_a_cached_model_loads_under_its_name(home: Path) -> None:
     snapshot = cached_by_hf(home / ".cache/huggingface/hub") / "snapshots" / "abc"
     write_folder(snapshot, "qwen3")

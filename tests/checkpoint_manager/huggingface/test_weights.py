@@ -156,6 +156,16 @@ def test_an_index_may_name_files_with_a_dot_and_files_may_hold_frequencies(tmp_p
     assert torch.equal(loaded.head.weight.bfloat16(), model.head.weight.bfloat16())
 
 
+def test_files_load_without_their_index_if_all_are_there(tmp_path: Path) -> None:
+    model = tiny_qwen("qwen3")
+    folder = folder_of(model, tmp_path)
+    (folder / "model.safetensors.index.json").unlink()
+    assert torch.equal(load_qwen(folder, on_cpu()).head.weight.bfloat16(), model.head.weight.bfloat16())
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UserError, match="is missing in the files"):
+        load_qwen(folder, on_cpu())
+
+
 def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     folder = folder_of(tiny_qwen("qwen3"), tmp_path)
     second = folder / "model-00002-of-00002.safetensors"
