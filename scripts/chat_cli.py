@@ -58,17 +58,18 @@ class Config(ModelFlags):
     """Instructions for the model, placed in front of the chat. Default: none."""
     temperature: Annotated[float | Literal["auto"], arg(aliases=["-t"])] = "auto"
     """Randomness of the replies: 0 always takes the likeliest token. Raise it for more variety.
-    auto: 1 for a TinyWorld model, else 0.6; with --url, the server's default."""
+    auto: a published model's own default, 1 for a TinyWorld model, else 0.6;
+    with --url, the server's default."""
     top_k: Annotated[int | Literal["auto"], arg(aliases=["-k"])] = "auto"
-    """Sample from the k likeliest tokens; 0 samples from all. auto: 50,
-    or the default of the server of --url."""
+    """Sample from the k likeliest tokens; 0 samples from all.
+    auto: a published model's own default, or that of the server of --url, else 50."""
     min_p: float | Literal["auto"] = "auto"
     """Never draw a token less likely than this share of the likeliest, 0 to 1;
     0 draws from all of top_k. auto: 0.5 for a TinyWorld model, else 0; with --url,
     the server's default."""
     max_tokens: Annotated[int | Literal["auto"], arg(aliases=["-m"])] = "auto"
-    """Longest reply, in tokens. auto: 512; with --url, the server's default,
-    but at most half of its context."""
+    """Longest reply, in tokens. auto: a published model's own default, else 512;
+    with --url, the server's default, but at most half of its context."""
     seed: int = 42
     """Random seed. The same seed and the same messages give the same replies."""
     lang: Literal["auto", "en", "zh"] = "auto"
@@ -431,7 +432,16 @@ def open_model(cfg: Config, chat: Chat) -> None:
         graphs=chosen.captures,
     )
     drawing = chat_drawing(loaded.corpus, cfg.temperature, cfg.min_p)
-    chat.sampling = replace(chat.sampling, temperature=drawing.temperature, min_p=drawing.min_p)
+    defaults = {}
+    for name, value in loaded.sampling_defaults.items():
+        if getattr(cfg, name, "auto") == "auto":
+            defaults[name] = value
+    settings = {"temperature": drawing.temperature, "min_p": drawing.min_p, **defaults}
+    chat.sampling = replace(chat.sampling, **settings)
+    reason = drawing.reason[chat.lang]
+    if defaults:
+        shown = ", ".join(f"{name}={value or 0:g}" for name, value in defaults.items())
+        reason = TEXTS[chat.lang]["publisher"].format(settings=shown)
     chat.note(
         "model",
         stage=loaded.stage,
@@ -445,9 +455,9 @@ def open_model(cfg: Config, chat: Chat) -> None:
         chat.note("others", flags=harmless(" | ".join(chosen.other_models)))
     chat.note(
         "drawing",
-        temperature=drawing.temperature,
-        min_p=drawing.min_p,
-        reason=drawing.reason[chat.lang],
+        temperature=chat.sampling.temperature,
+        min_p=chat.sampling.min_p,
+        reason=reason,
     )
     if loaded.stage == "base":
         chat.note("base")

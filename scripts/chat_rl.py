@@ -11,6 +11,8 @@ from typing import Literal
 
 import numpy as np
 
+from nanochat.checkpoint_manager.files import latest_step
+from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError, log
 from nanochat.context import model_arguments
 from nanochat.dataloader import epoch_numbers
@@ -40,7 +42,7 @@ class Config:
     """JSONL file of your own problems, such as {"question": "...", "answer": "42"}, used instead of the corpus's.
     Every tenth one is held out to measure accuracy"""
     source: Free[Rare[Literal["sft", "mid"]]] = "sft"
-    """stage whose model to start from"""
+    """stage whose model to start from; what scripts.finetune made cannot be trained further here"""
     source_step: Free[Rare[int | None]] = None
     """step of that stage's checkpoint; default: the newest"""
     examples_per_step: int = 16
@@ -101,8 +103,22 @@ class Config:
             )
 
 
+def refuse_tuned(source: str, tag: str | None) -> None:
+    """Raise UserError (exit code 2) if a tag belongs to a model of scripts.finetune only."""
+    if tag is None or latest_step(checkpoint_dir(source, tag)) is not None:
+        return
+    if latest_step(checkpoint_dir("tune", tag)) is not None:
+        raise UserError(
+            f"{tag} was made by scripts.finetune, and chat_rl trains models that were pretrained "
+            f"here, of stage sft or mid. Name one of those with --model_tag, or train {tag} on "
+            "preferences with `python -m scripts.finetune --loss=dpo`",
+            exit_code=2,
+        )
+
+
 def train(cfg: Config, compute: Compute) -> None:
     """Train a model on problems, resuming from any checkpoint that --resume selects."""
+    refuse_tuned(cfg.source, cfg.stage.model_tag)
     parent, tag = parent_of(cfg.source, cfg.source_step, "rl", cfg.stage, cfg.problems)
     corpus = cfg.stage.data or parent.corpus
     folder = open_folder("rl", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)

@@ -19,6 +19,7 @@ from tyro.conf import arg
 
 from nanochat import schedule
 from nanochat.checkpoint_manager.huggingface.base import Base, open_base
+from nanochat.checkpoint_manager.huggingface.folders import model_name, published_folder
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.checkpoint_manager.resume import begun_settings
 from nanochat.checkpoint_manager.same_run import BEFORE_FLAGS
@@ -105,7 +106,8 @@ class Config:
     """Flags of fine-tuning a published model."""
 
     model: Free[Path]
-    """folder of the model: config.json, tokenizer.json and safetensors files"""
+    """folder of the model: config.json, tokenizer.json and safetensors files.
+    Or OWNER/NAME, if hf or modelscope has downloaded that model"""
     data: Free[tuple[str, ...]]
     """JSONL or JSON files of conversations: messages, ShareGPT or Alpaca; with --loss=dpo files of preferences.
     FILE:2 takes the records of a file twice, FILE:0.5 every second one"""
@@ -208,7 +210,8 @@ class Config:
         first = Path(self.data[0].rpartition(":")[0] or self.data[0]).stem
         if self.out_tag is not None:
             return self.out_tag
-        return f"{self.model.expanduser().resolve().name}-{first}"
+        name = model_name(published_folder(self.model)).rpartition("/")[2]
+        return f"{name}-{first}"
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:

@@ -43,6 +43,19 @@ class Loaded:
         return self.meta.get("config", {}).get("corpus")
 
     @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The publisher's sampling defaults by their names in Sampling; {} for our own models.
+
+        Raises UserError if generation_config.json is damaged.
+        """
+        folder = getattr(self.tokenizer, "folder", None)
+        if folder is None:
+            return {}
+        from nanochat.checkpoint_manager.huggingface.generation import sampling_defaults
+
+        return sampling_defaults(folder)
+
+    @property
     def weights(self) -> str:
         """A string of one or two hashes that identifies the model's parameters."""
         return weights_hash(self.meta)
@@ -96,23 +109,22 @@ def load_published(
 ) -> Loaded:
     """Load a published model for inference, and return it with its tokenizer.
 
-    `adapter` is the folder of an adapter to merge into the model. `dtype` is the number format of
+    `folder` is one that published_folder() finds, and so is `adapter`, an adapter to merge. `dtype` is the number format of
     matrices and tables, by default the compute dtype. Raises UserError if files are missing,
     damaged, unsupported or do not fit each other.
     """
-    from nanochat.checkpoint_manager.huggingface.adapter import load_adapter
+    from nanochat.checkpoint_manager.huggingface.adapter import SETTINGS, merge_adapter
+    from nanochat.checkpoint_manager.huggingface.folders import model_name, published_folder
     from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
-    from nanochat.models.lora import merge
 
-    folder = folder.expanduser().resolve()
+    folder = published_folder(folder)
     model = load_qwen(folder, compute, dtype)
-    tag = folder.name
+    tag = model_name(folder)
     mark = folder_mark(folder)
     if adapter is not None:
-        adapter = adapter.expanduser().resolve()
-        load_adapter(model, adapter)
-        merge(model)
-        tag = f"{tag} + {adapter.name}"
+        adapter = published_folder(adapter, SETTINGS)
+        merge_adapter(model, adapter, compute)
+        tag = f"{tag} + {model_name(adapter)}"
         mark = f"{mark} {sha256_of(adapter / ADAPTER)}"
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     meta = {"files": {MODEL: {"sha256": mark}}, "config": {"corpus": None}}

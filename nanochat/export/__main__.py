@@ -37,7 +37,8 @@ class Config:
     """Step of the checkpoint. Default: the last."""
     model: Path | None = None
     """Folder of a published Qwen or Llama model to export instead:
-    config.json, tokenizer.json and safetensors files."""
+    config.json, tokenizer.json and safetensors files.
+    Or OWNER/NAME, if hf or modelscope has downloaded that model."""
     adapter: Path | None = None
     """Folder of an adapter (LoRA) for the model of --model, as scripts.finetune or peft wrote it;
     it is merged."""

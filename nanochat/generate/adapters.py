@@ -58,7 +58,10 @@ class Adapters:
         The adapters' ranks may differ; smaller ones are padded with zeros.
         """
         self._numbers = {"": NONE} | {name: number for number, name in enumerate(adapters)}
-        self._rank = max((adapter.config.rank for adapter in adapters.values()), default=0)
+        self._rank = 0
+        for adapter in adapters.values():
+            configs = adapter.configs.values() or [adapter.config]
+            self._rank = max(self._rank, *(config.rank for config in configs))
         self._count = len(adapters)
         self._dtype = dtype
         self._device = device
@@ -148,10 +151,11 @@ class Adapters:
         for number, adapter in enumerate(adapters):
             if f"{name}.lora_A.weight" not in adapter.values:
                 continue
-            rank = adapter.config.rank
+            config = adapter.config_of(name)
+            rank = config.rank
             lora_b = adapter.values[f"{name}.lora_B.weight"].float()
             first[number, :rank] = adapter.values[f"{name}.lora_A.weight"]
-            second[number, :rank] = lora_b.mT * adapter.config.scale
+            second[number, :rank] = lora_b.mT * config.scale
         return _Factors(self, first.to(self._device), second.to(self._device))
 
 

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685), which are trained while the model stays frozen."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn as nn
@@ -55,11 +55,33 @@ class LoraConfig:
 class Adapter:
     """An adapter stored separately from its model: its settings, and its values by parameter name.
 
-    For each matrix, the names are <matrix>.lora_A.weight and <matrix>.lora_B.weight.
+    For each matrix, the names are <matrix>.lora_A.weight and <matrix>.lora_B.weight. Adapters of
+    peft may have further values, which merging understands: the factors of a table, magnitudes,
+    biases and whole parameters. `configs` holds the settings of each module that has factors.
     """
 
     config: LoraConfig
     values: Mapping[str, Tensor]
+    configs: Mapping[str, LoraConfig] = field(default_factory=dict)
+    modules_to_save: tuple[str, ...] = ()  # modules that were trained as a whole
+
+    def config_of(self, module: str) -> LoraConfig:
+        """Return the settings for one module, which may have a rank and an alpha of its own."""
+        return self.configs.get(module, self.config)
+
+
+def delta(adapter: Adapter, module: str, device: torch.device) -> Tensor:
+    """Return the fp32 matrix that an adapter adds to the weight of a module, on a device."""
+    values = {
+        name.removeprefix(f"{module}."): value.to(device, torch.float32)
+        for name, value in adapter.values.items()
+        if name.startswith(f"{module}.lora_")
+    }
+    if "lora_A.weight" in values:
+        product = values["lora_B.weight"] @ values["lora_A.weight"]
+    else:  # an embedding, whose weight has a row for each token; A is (rank, V), B is (C, rank)
+        product = values["lora_embedding_A"].mT @ values["lora_embedding_B"].mT
+    return product * adapter.config_of(module).scale
 
 
 class LowRank:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from nanochat import device
 from nanochat.checkpoint_manager.huggingface.config import read_config
+from nanochat.checkpoint_manager.huggingface.folders import published_folder
 from nanochat.common import UserError, run
 from nanochat.models.lora import LoraConfig
 from nanochat.planner import calibration, tables
@@ -125,7 +126,7 @@ def tuning_of(cfg: Config, folder: Path, ranks: int) -> Tuning:
     for flag in ("device_batch_size", "max_length"):
         if getattr(cfg, flag) < 1:
             raise UserError(f"--{flag} must be at least 1, got {getattr(cfg, flag)}", exit_code=2)
-    shape = read_config(folder.expanduser(), cfg.max_length)
+    shape = read_config(published_folder(folder), cfg.max_length)
     lora = LoraConfig(cfg.lora_rank) if cfg.lora_rank else None
     return Tuning(
         shape,

@@ -35,7 +35,8 @@ class ModelFlags:
     """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     model: Path | None = None
     """Folder of a published Qwen or Llama model to chat with instead: config.json,
-    tokenizer.json and safetensors files."""
+    tokenizer.json and safetensors files.
+    Or OWNER/NAME, if hf or modelscope has downloaded that model."""
     weights: Literal["auto", "int8"] = "auto"
     """Number format of the matrices. auto: the same as the computation. int8: half the memory,
     on a CPU that uses bf16. Not for our own GPT; replies change a little."""
@@ -170,7 +171,7 @@ def choose_also(
 
 def names_adapter(value: str) -> bool:
     """Return whether a value of --also, such as NAME=FOLDER, gives the folder of an adapter."""
-    from nanochat.checkpoint_manager.huggingface.adapter import SETTINGS as ADAPTER_SETTINGS
+    from nanochat.checkpoint_manager.huggingface.peft_settings import SETTINGS as ADAPTER_SETTINGS
 
     _, _, folder = value.partition("=")
     return bool(folder) and (Path(folder).expanduser() / ADAPTER_SETTINGS).is_file()
@@ -185,12 +186,15 @@ def adapter_folders(values: Sequence[str], model: Path | None) -> dict[str, Path
     """
     if values and model is None:
         raise UserError(NEEDS_BASE, exit_code=2)
+    from nanochat.checkpoint_manager.huggingface.folders import model_name, published_folder
+    from nanochat.checkpoint_manager.huggingface.peft_settings import SETTINGS as ADAPTER_SETTINGS
+
     folders: dict[str, Path] = {}
     for value in values:
         name, equals, path = value.partition("=")
-        folder = Path(path if equals else value).expanduser().resolve()
+        folder = published_folder(Path(path if equals else value), ADAPTER_SETTINGS)
         if not equals:
-            name = folder.name
+            name = model_name(folder)
         if not name or (equals and not path):
             raise UserError(f"--adapter must be NAME=FOLDER or FOLDER, got {value!r}", exit_code=2)
         if name in folders:
@@ -210,14 +214,24 @@ def load_adapters(
     """Load and return the adapters for the chosen model `first`, or None if there are none.
 
     `folders` maps the name of each adapter to its folder. Raises UserError if an adapter cannot be
-    read or belongs to another base model.
+    read, belongs to another base model, or can only be merged.
     """
     if not folders:
         return None
     model = first.loaded.model
-    from nanochat.checkpoint_manager.huggingface.adapter import read_adapter
+    from nanochat.checkpoint_manager.huggingface.adapter import part_to_merge, read_adapter
 
     adapters = {name: read_adapter(model, folder) for name, folder in folders.items()}
+    for name, adapter in adapters.items():
+        part = part_to_merge(adapter)
+        if part:
+            raise UserError(
+                f"the adapter {name!r} has {part}, and a server that answers with several adapters "
+                "adds only low-rank products to the matrices inside layers. Merge it with "
+                f"`python -m nanochat.export MERGED --model BASE --adapter {folders[name]}`, and "
+                "serve MERGED with --model",
+                exit_code=2,
+            )
     return Adapters(model, adapters, model.dtype, compute.device)
 
 

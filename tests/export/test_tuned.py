@@ -8,12 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.checkpoint_manager.load import load_model
 from nanochat.data.conversation import chat
 from nanochat.export.__main__ import Config, main
 from scripts import finetune
+from tests.export.gguf_reader import Reader
 from tests.export.test_llama_vocabulary import folder_with
 from tests.support.flags import configured
+from tests.support.qwens import oracle
 from tests.support.tiny_model import on_cpu
 
 
@@ -51,3 +54,30 @@ def test_transformers_computes_the_tuned_model(rank: int, tune: Any, tmp_path: P
     made = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert made == loaded.tokenizer.render_prompt(chat("the cat?"))
     assert theirs.generation_config.eos_token_id == [302, 300]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"modules_to_save": ["lm_head"]}, {"use_dora": True, "rank_pattern": {"q_proj": 2}}]
+)
+def test_transformers_computes_what_peft_computed_before_it_was_merged(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    import peft
+
+    (tmp_path / "model").mkdir()
+    folder_with(tmp_path / "model")
+    base = oracle(load_qwen(tmp_path / "model", on_cpu()))
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, **settings)
+    adapted = peft.get_peft_model(base, config).eval()
+    with torch.no_grad():
+        for name, value in adapted.named_parameters():
+            if "modules_to_save" in name:
+                value.mul_(1.5)
+    adapted.save_pretrained(tmp_path / "adapter")
+    main(Config(tmp_path / "out", model=tmp_path / "model", adapter=tmp_path / "adapter"))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    idx = torch.arange(60).view(2, 30)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(idx).logits, adapted(idx).logits, atol=3e-5, rtol=1e-5)
+        main(Config(tmp_path / "out.gguf", "gguf", model=tmp_path / "model", adapter=tmp_path / "adapter"))
+    assert ("output.weight" in Reader(tmp_path / "out.gguf").tensors) == ("modules_to_save" in settings)

@@ -180,3 +180,19 @@ def test_adapters_are_held_once_and_are_no_parameters(family: str, folder: Path)
     assert adapters.names == list(NAMES)
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert model.parameter_counts() == plain.parameter_counts()
+
+
+def test_matrices_of_one_adapter_may_have_ranks_and_alphas_of_their_own(tmp_path: Path) -> None:
+    import peft
+
+    config = peft.LoraConfig(
+        r=3, lora_alpha=9, target_modules=["q_proj", "down_proj"], init_lora_weights=False,
+        rank_pattern={"down_proj": 6}, alpha_pattern={r"layers\.1\..*": 2},
+    )  # fmt: skip
+    theirs = peft.get_peft_model(oracle(tiny_qwen("qwen3")), config).eval()
+    theirs.save_pretrained(tmp_path)
+    model = tiny_qwen("qwen3")
+    adapters = Adapters(model, {"one": read_adapter(model, tmp_path)}, torch.float32, model.device)
+    idx = torch.arange(20)[None]
+    with torch.no_grad(), adapters.rows([0]):
+        torch.testing.assert_close(model(idx), theirs(idx).logits, atol=3e-5, rtol=1e-5)

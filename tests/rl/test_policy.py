@@ -18,6 +18,9 @@ from nanochat.rl.policy import (
     shuffled,
     token_weights,
 )
+from nanochat.train.flags import StageFlags
+from scripts import chat_rl
+from tests.support.tiny_model import on_cpu, tiny_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -168,3 +171,10 @@ def test_shuffled_rewards_are_the_same_ones_in_an_order_of_the_seed():
     assert shuffled(rewards, "3") == dealt[3]
     assert len({tuple(one) for one in dealt}) > 10
     assert rewards == [1.0, 0.0, 0.5, 1.0, 0.0, 0.0, 0.25, 1.0]  # the list that was given stays as it was
+
+
+def test_a_fine_tuned_model_is_named_as_what_rl_does_not_train() -> None:
+    tiny_checkpoint("tune", tag="made")
+    with pytest.raises(UserError, match=r"made was made by scripts\.finetune.*--loss=dpo") as refused:
+        chat_rl.train(chat_rl.Config(stage=StageFlags(model_tag="made")), on_cpu())
+    assert refused.value.exit_code == 2

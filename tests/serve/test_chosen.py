@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanochat.checkpoint_manager.huggingface.adapter import load_adapter, save_adapter
+from nanochat.checkpoint_manager.huggingface.adapter import merge_adapter, save_adapter
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.common import UserError
 from nanochat.models.lora import LoraConfig, adapted, add_adapters, init_adapters
@@ -24,7 +24,7 @@ from nanochat.serve.chosen import (
     load_adapters,
     names_adapter,
 )
-from tests.support.qwens import write_folder
+from tests.support.qwens import oracle, write_folder
 from tests.support.tiny_model import on_cpu, tiny_checkpoint
 
 
@@ -59,7 +59,7 @@ def test_a_published_model_is_served_as_it_is_or_with_its_adapter(folder: Path) 
     mine = choose(ModelFlags(model=folder), "auto", on_cpu(), folder.parent / "mine")
     assert mine.loaded.tag == "Qwen-tiny + mine"
     other = load_qwen(folder, on_cpu())
-    load_adapter(other, folder.parent / "mine")
+    merge_adapter(other, folder.parent / "mine", on_cpu())
     with torch.no_grad():
         torch.testing.assert_close(logits(mine), other(torch.arange(12)[None]), rtol=1e-4, atol=1e-4)
     assert (logits(mine) - logits(plain)).abs().max() > 0.1
@@ -147,7 +147,7 @@ def test_adapters_have_the_names_that_they_are_given_or_those_of_their_folders(f
     ("values", "said"),
     [
         (["a=x", "b=y", "a=z"], "two adapters would have the name 'a'"),
-        (["a/mine", "b/mine"], "two adapters would have the name 'mine'"),
+        (["/a/mine", "/b/mine"], "two adapters would have the name 'mine'"),
         (["=x"], "--adapter must be NAME=FOLDER or FOLDER, got '=x'"),
         (["a="], "--adapter must be NAME=FOLDER or FOLDER, got 'a='"),
     ],
@@ -210,3 +210,20 @@ def test_int8_is_for_qwen_on_a_cpu_that_computes_in_bf16(folder: Path, base_fold
     with pytest.raises(UserError, match=r"no Qwen or Llama model.*Leave --weights out") as caught:
         choose(ModelFlags(weights="int8"), "bfloat16", on_cpu())
     assert caught.value.exit_code == 2
+
+
+def test_an_adapter_that_can_only_be_merged_is_not_served_beside_others(folder: Path, tmp_path: Path) -> None:
+    import peft
+
+    theirs = peft.get_peft_model(oracle(load_qwen(folder, on_cpu())), peft.LoraConfig(target_modules=["q_proj"]))
+    theirs.save_pretrained(tmp_path / "plain")
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"])
+    theirs = peft.get_peft_model(oracle(load_qwen(folder, on_cpu())), config)
+    theirs.save_pretrained(tmp_path / "whole")
+    base = choose(ModelFlags(model=folder), "auto", on_cpu())
+    assert load_adapters(base, {"plain": tmp_path / "plain"}, on_cpu())
+    with pytest.raises(UserError) as refused:
+        load_adapters(base, {"plain": tmp_path / "plain", "whole": tmp_path / "whole"}, on_cpu())
+    assert refused.value.exit_code == 2
+    for part in ("'whole'", "norm.weight", f"nanochat.export MERGED --model BASE --adapter {tmp_path / 'whole'}"):
+        assert part in str(refused.value)

@@ -1,9 +1,8 @@
 """Reads and writes peft adapters: adapter_config.json and adapter_model.safetensors."""
 
 import hashlib
-import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,26 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanochat.checkpoint_manager.files import ADAPTER, ADAPTER_PREFIX, new_folder
+from nanochat.checkpoint_manager.huggingface.folders import refuse_pickle, refuse_pointer
+from nanochat.checkpoint_manager.huggingface.peft_settings import (
+    SETTINGS,
+    PeftSettings,
+    read_settings,
+)
 from nanochat.checkpoint_manager.tensors import write_tensors
-from nanochat.common import UserError, read_json, tr, write_json
-from nanochat.device import local
+from nanochat.common import UserError, tr, write_json
+from nanochat.device import Compute
 from nanochat.linear import Linear
-from nanochat.models.lora import Adapter, LoraConfig, LowRank, adapted, matches
+from nanochat.models.lora import Adapter, LoraConfig, delta, matches
+from nanochat.models.qwen.layers import Vocabulary
 from nanochat.models.qwen.model import Qwen
+from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel
 
-SETTINGS = "adapter_config.json"
-TABLES = ("model.embed_tokens.", "lm_head.")  # parameters that adapters cannot change here
-# Settings of peft that are not supported here -> the value that switches them off.
-ABSENT = {
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the tables
+BASE_LAYER = ".base_layer."  # in the name of a parameter of the base that peft saved too
+# What peft does not do in an adapter that nanochat writes.
+OFF = {
     "use_dora": False,
     "bias": "none",
     "modules_to_save": None,
@@ -34,21 +41,6 @@ ABSENT = {
     "trainable_token_indices": None,
     "target_parameters": None,
 }
-# Settings that may have any value, because they are read here or do not change what a trained
-# adapter computes. Layers and modules that training left out have no tensors in the file, so the
-# tensors show which ones they are.
-HARMLESS = {
-    *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules"),
-    *("base_model_name_or_path", "revision", "peft_version", "task_type", "auto_mapping"),
-    *("layers_to_transform", "layers_pattern", "exclude_modules"),
-    *("inference_mode", "runtime_config", "megatron_core", "qalora_group_size"),
-}
-# Settings that exclude layers or modules from training although they match the targets.
-PARTIAL = ("layers_to_transform", "exclude_modules")
-# Values of init_lora_weights that leave the base's weights unchanged. Others, such as pissa and
-# olora, first subtract a part of the base's weights, so their adapters are wrong on the published
-# base.
-PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")
 
 
 # --- writing -------------------------------------------------------------------------------------
@@ -84,7 +76,7 @@ def write_settings(folder: Path, lora: Mapping[str, Any], base: str) -> None:
         "lora_dropout": lora["dropout"],
         "target_modules": list(lora["targets"]),
         "use_rslora": lora["stabilised"],
-        **ABSENT,
+        **OFF,
     }
     write_json(folder / SETTINGS, content)
 
@@ -108,72 +100,6 @@ def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path) -> No
 # --- reading -------------------------------------------------------------------------------------
 
 
-def read_settings(folder: Path) -> tuple[LoraConfig, str, bool]:
-    """Return an adapter's settings, the name of its base, and whether the adapter is partial.
-
-    For a partial adapter, training left out some layers or modules that match its targets. Raises
-    UserError if the folder has no adapter or an unsupported one (exit code 2), or a damaged one.
-    """
-    path = folder / SETTINGS
-    if not path.is_file():
-        raise UserError(
-            tr(
-                "{folder} is no adapter: it has no {settings}. Name the folder that peft or "
-                "nanochat wrote",
-                folder=folder,
-                settings=SETTINGS,
-            ),
-            2,
-        )
-    content = read_json(path)
-    if not isinstance(content, dict) or content.get("peft_type") != "LORA":
-        raise UserError(
-            f"{path} is not of a LoRA adapter, and no other kind is known. Use a LoRA adapter", 2
-        )
-    _refuse_unknown(content, path)
-    targets = content.get("target_modules")
-    try:
-        config = LoraConfig(
-            rank=int(content["r"]),
-            alpha=float(content["lora_alpha"]),
-            dropout=float(content.get("lora_dropout") or 0.0),
-            targets=tuple(targets) if isinstance(targets, list) else (str(targets),),
-            stabilised=bool(content.get("use_rslora")),
-        )
-    except (KeyError, TypeError, ValueError) as failure:
-        raise UserError(
-            f"{path} is damaged: {failure!r}. Copy the adapter again from its source", 2
-        ) from failure
-    is_partial = any(content.get(name) not in (None, []) for name in PARTIAL)
-    return config, str(content.get("base_model_name_or_path")), is_partial
-
-
-def _refuse_unknown(content: Mapping[str, Any], path: Path) -> None:
-    """Raise UserError (exit code 2) if an unsupported setting may change what the adapter computes.
-
-    Unknown settings are refused too, unless they are null, false, 0 or an empty list or object, and
-    therefore off. Each version of peft writes a few new ones.
-    """
-    start = content.get("init_lora_weights")
-    if start not in PLAIN_STARTS:
-        raise UserError(
-            f"{path} has init_lora_weights={reprlib.repr(start)}, which may have changed the "
-            "base's own weights; true, false, 'gaussian' and 'orthogonal' are known to leave them "
-            "unchanged. Save the adapter again with peft's "
-            "path_initial_model_for_weight_conversion, or use another adapter",
-            exit_code=2,
-        )
-    for name, value in content.items():
-        if name in HARMLESS or name == "init_lora_weights":
-            continue
-        if value not in (ABSENT.get(name), None, False, [], {}):
-            raise UserError(
-                f"{path} asks for {name[:100]}={reprlib.repr(value)}, which is not supported. Use "
-                "another adapter, or train this one without that setting",
-                exit_code=2,
-            )
-
-
 def read_adapter(model: Qwen, folder: Path) -> Adapter:
     """Return the adapter in a folder, checked against the model. Every rank must call this.
 
@@ -181,9 +107,10 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
     or if the adapter belongs to another base: it records a different hash of the base's norms, or
     its matrices do not match the model's in name or size.
     """
-    config, base, is_partial = read_settings(folder)
+    settings = read_settings(folder)
     path = folder / ADAPTER
     if not path.is_file():
+        refuse_pickle(folder)
         raise UserError(
             tr(
                 "{folder} has no {adapter}. Copy the adapter again from its source",
@@ -193,22 +120,14 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
             2,
         )
     base_mark, tensors = _read_tensors(path)
-    other_base = f"the adapter in {folder} belongs to another base, {base}"
+    other_base = f"the adapter in {folder} belongs to another base, {settings.base}"
     if base_mark is not None and base_mark != facts(model)["base"]:
         raise UserError(
             f"{other_base}: its base has other norms than this model. Name the model that it was "
             "trained on",
             2,
         )
-    for name in tensors:
-        if name.startswith(TABLES):
-            raise UserError(
-                f"{path} holds {name}: it changes the embedding or the head, and only matrices "
-                "inside layers can have adapters here. Use another adapter, or train this one "
-                "without that target",
-                exit_code=2,
-            )
-    problem = _fit_problem(model, config, tensors, is_partial)
+    problem = _fit_problem(model, settings, tensors)
     if problem:
         raise UserError(f"{other_base}: {problem}. Name the model that it was trained on", 2)
     for name, tensor in tensors.items():
@@ -219,12 +138,14 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
                 "training",
                 exit_code=2,
             )
-    return Adapter(config, tensors)
+    configs = {module: settings.config_of(module) for module in _adapted_modules(tensors)}
+    return Adapter(settings.config, tensors, configs, settings.modules_to_save)
 
 
 def _read_tensors(path: Path) -> tuple[str | None, dict[str, Tensor]]:
     """Return the recorded hash of the base's norms (or None), and the tensors under our names."""
     tensors = {}
+    refuse_pointer(path)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -240,66 +161,150 @@ def _read_tensors(path: Path) -> tuple[str | None, dict[str, Tensor]]:
     return metadata.get("base"), tensors
 
 
-def _matrices(model: Qwen) -> dict[str, Linear]:
-    """Return the matrices of a model that can have adapters, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+def _adapted_modules(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the sorted names of the modules that an adapter's factors belong to."""
+    return sorted({name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name})
 
 
-def _adapted_names(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of the matrices that an adapter's tensors belong to."""
-    return {name.rpartition(".lora_")[0] for name in tensors}
+def _whole_parameters(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Map each name of a tensor that replaces a parameter to the name of that parameter."""
+    names = [name for name in tensors if ".lora_" not in name]
+    return {name: name.replace(BASE_LAYER, ".", 1) for name in names}
 
 
-def _fit_problem(
-    model: Qwen,
-    config: LoraConfig,
-    tensors: Mapping[str, Tensor],
-    is_partial: bool,  # matrices that match the targets may have no tensors
-) -> str:
+def _fit_problem(model: Qwen, settings: PeftSettings, tensors: Mapping[str, Tensor]) -> str:
     """Return why an adapter's tensors do not fit the model, or "" if they do.
 
-    Each tensor must have the right shape for its matrix. Unless the adapter is partial, every
+    Each tensor must have the right shape for its module. Unless the adapter is partial, every
     matrix that matches its targets must have tensors.
     """
-    matrices = _matrices(model)
     expected: dict[str, tuple[int, ...]] = {}
-    for name in _adapted_names(tensors):
-        if name in matrices:
-            matrix = matrices[name]
-            expected[f"{name}.lora_A.weight"] = (config.rank, matrix.in_features)
-            expected[f"{name}.lora_B.weight"] = (matrix.out_features, config.rank)
+    for module in _adapted_modules(tensors):
+        expected |= _factor_shapes(model, settings, module)
+    parameters = dict(model.named_parameters())
+    parameters.setdefault(f"{HEAD}.weight", model.head.weight)
+    for name, parameter_name in _whole_parameters(tensors).items():
+        if parameter_name in parameters:
+            expected[name] = tuple(parameters[parameter_name].shape)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted({*shapes, *expected}):
         shape = shapes.get(name, "missing")
         expected_shape = expected.get(name, "nothing")
         if shape != expected_shape:
             return f"{name} is {shape} instead of {expected_shape}"
-    targets = [] if is_partial else [name for name in matrices if matches(name, config.targets)]
-    lacking = [name for name in targets if f"{name}.lora_A.weight" not in shapes]
+    lacking = []
+    for name, module in model.named_modules():
+        is_target = isinstance(module, Linear) and matches(name, settings.config.targets)
+        if is_target and f"{name}.lora_A.weight" not in shapes:
+            lacking.append(name)
+    if settings.is_partial and tensors:
+        return ""
     if lacking or not tensors:
-        return f"it has nothing for {(lacking or config.targets)[0]}"
+        return f"it has nothing for {(lacking or settings.config.targets)[0]}"
     return ""
 
 
-@torch.no_grad()
-def load_adapter(model: Qwen, folder: Path) -> LoraConfig:
-    """Freeze a model, add the adapter in a folder to it, and return the adapter's settings.
+def _factor_shapes(model: Qwen, settings: PeftSettings, module: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that an adapter's factors for a module must have, by name.
 
-    The model may be sharded. Raises UserError as read_adapter() does.
+    They are empty if the model has no such module, or if the module can have no adapter.
+    """
+    rank = settings.config_of(module).rank
+    shapes: dict[str, tuple[int, ...]]
+    if module == EMBEDDING:
+        vocabulary, channels = model.model.embed_tokens.weight.shape
+        shapes = {"lora_embedding_A": (rank, vocabulary), "lora_embedding_B": (channels, rank)}
+        magnitudes = channels
+    else:
+        layer = model.head if module == HEAD else dict(model.named_modules()).get(module)
+        if not isinstance(layer, Linear | Vocabulary):
+            return {}
+        outputs, inputs = layer.weight.shape
+        shapes = {"lora_A.weight": (rank, inputs), "lora_B.weight": (outputs, rank)}
+        magnitudes = outputs
+        if settings.lora_bias:
+            shapes["lora_B.bias"] = (outputs,)
+    if settings.dora:
+        shapes["lora_magnitude_vector"] = (magnitudes,)
+    return {f"{module}.{name}": shape for name, shape in shapes.items()}
+
+
+# --- merging -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def merge_adapter(model: Qwen, folder: Path, compute: Compute) -> None:
+    """Merge the adapter in a folder into an unsharded model, computing in fp32.
+
+    If the adapter changes one of two tied tables, the head gets a table of its own. Raises
+    UserError as read_adapter() does, and if a matrix would need a bias that it does not have.
     """
     adapter = read_adapter(model, folder)
-    matrices = _matrices(model)
-    model.requires_grad_(False)
-    for name in _adapted_names(adapter.values):
-        LowRank(matrices[name], adapter.config)
-    for name, low_rank in adapted(model):
-        _copy_rows(low_rank.first.weight, adapter.values[f"{name}.lora_A.weight"])
-        _copy_rows(low_rank.second.weight, adapter.values[f"{name}.lora_B.weight"])
-    return adapter.config
+    tables = {EMBEDDING, HEAD}
+    parameters = dict(model.named_parameters())
+    parameters.setdefault(f"{HEAD}.weight", model.head.weight)
+    changed = set(adapter.configs)
+    later = {}
+    for name, parameter_name in _whole_parameters(adapter.values).items():
+        module = parameter_name.rpartition(".")[0]
+        if module in tables and matches(module, adapter.modules_to_save) and BASE_LAYER not in name:
+            changed.add(module)
+            later[parameter_name] = name
+        else:  # a tied table changes in both of its uses
+            parameters[parameter_name].copy_(adapter.values[name])
+    if model.config.tied and changed & tables:
+        _untie(model, compute)
+    parameters = dict(model.named_parameters())
+    for parameter_name, name in later.items():
+        parameters[parameter_name].copy_(adapter.values[name])
+    for module in adapter.configs:
+        _merge_module(parameters, adapter, module, folder)
 
 
-def _copy_rows(parameter: Tensor, whole: Tensor) -> None:
-    """Fill this rank's rows of a parameter from the whole tensor."""
-    local_rows = local(parameter)
-    start = parallel.place_of(parameter).first_row(whole.shape[0])
-    local_rows.copy_(whole[start : start + local_rows.shape[0]])
+def _untie(model: Qwen, compute: Compute) -> None:
+    """Give the head of a model a table of its own, with the values of the embedding."""
+    model.config = replace(model.config, tied=0)
+    table = model.model.embed_tokens.weight
+    model.lm_head = Vocabulary(model.config)
+    model.lm_head.weight = nn.Parameter(table.clone())
+    accelerate(model, compute.operations)
+
+
+def _merge_module(
+    parameters: Mapping[str, Tensor], adapter: Adapter, module: str, folder: Path
+) -> None:
+    """Merge an adapter's factors for one module into its parameters."""
+    weight = parameters[f"{module}.weight"]
+    merged = weight.float() + delta(adapter, module, weight.device)
+    magnitude = adapter.values.get(f"{module}.lora_magnitude_vector")
+    if magnitude is not None:
+        # A magnitude belongs to an output, which is a row of a matrix and a column of a table.
+        dim = 0 if module == EMBEDDING else 1
+        norms = torch.linalg.norm(merged, dim=dim, keepdim=True)
+        merged *= magnitude.float().to(weight.device).view_as(norms) / norms
+    weight.copy_(merged)
+    bias = adapter.values.get(f"{module}.lora_B.bias")
+    if bias is None:
+        return
+    if f"{module}.bias" not in parameters:
+        raise UserError(
+            f"{folder / SETTINGS} asks for lora_bias=True, and {module} has no bias to merge that "
+            "into. Use another adapter, or train this one without that setting",
+            exit_code=2,
+        )
+    base_bias = parameters[f"{module}.bias"]
+    scale = adapter.config_of(module).scale
+    base_bias.copy_(base_bias.float() + bias.float().to(base_bias.device) * scale)
+
+
+def part_to_merge(adapter: Adapter) -> str:
+    """Return the name of a value that an adapter can only add by being merged, or "".
+
+    A server that answers with several adapters adds B A x to the products of the matrices inside
+    layers, and cannot change anything else.
+    """
+    for name in adapter.values:
+        is_factor = name.endswith((".lora_A.weight", ".lora_B.weight"))
+        if not is_factor or not name.startswith("model.layers."):
+            return name
+    return ""

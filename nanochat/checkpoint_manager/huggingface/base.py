@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from nanochat import device
 from nanochat.checkpoint_manager.huggingface.config import read_config
+from nanochat.checkpoint_manager.huggingface.folders import published_folder
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_weights, qwen_on_meta
 from nanochat.device import Compute
@@ -66,7 +67,7 @@ def open_base(
     all parameters are trained in fp32. Raises UserError if files are missing, damaged, unsupported
     or do not fit each other, or if rows are longer than the context.
     """
-    folder = folder.expanduser().resolve()
+    folder = published_folder(folder)
     config = read_config(folder)
     tokenizer = FolderTokenizer(folder, config.vocab_size)
     model = _on_meta(folder, sequence_len, lora, compute)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.checkpoint_manager.families import checked_shape
+from nanochat.checkpoint_manager.huggingface.quantised import SETTING, check_quantisation
 from nanochat.common import UserError, read_json, tr
 from nanochat.models.llama import LlamaConfig
 from nanochat.models.qwen.config import QwenConfig
@@ -63,6 +64,7 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
     architecture = _architecture(content, path)
     text = content.get("text_config", content)
     try:
+        check_quantisation(content.get(SETTING, text.get(SETTING)))
         shape = _shape(architecture, {**text, "tie_word_embeddings": _tied(content, text)})
     except UserError as failure:
         raise UserError(f"{path}: {failure}", 2) from failure
@@ -149,13 +151,7 @@ def _refuse_unknown(architecture: str, text: Mapping[str, Any], rope: Mapping[st
         rope_type not in rope_types,
         f"rotary embeddings of type {rope_type!r}; {' and '.join(rope_types)} are",
     )
-    layers = text.get("layer_types") or []
-    slides = bool(text.get("use_sliding_window")) or "sliding_attention" in layers
-    if architecture == "MistralForCausalLM":
-        window = text.get("sliding_window")
-        slides = slides or (window is not None and window < text["max_position_embeddings"])
-    refuse_if(slides, "a sliding window; full attention is")
-    refuse_if("quantization_config" in text, "quantised weights; bf16, fp16 and fp32 are")
+    refuse_if(_slides(architecture, text), "a sliding window; full attention is")
     refuse_if(
         bool(text.get("attention_bias")),
         "biases in every matrix of attention; only those of Qwen2 are",
@@ -166,6 +162,24 @@ def _refuse_unknown(architecture: str, text: Mapping[str, Any], rope: Mapping[st
 def _rope_type(rope: Mapping[str, Any]) -> str:
     """Return the type of rotary embeddings that a config.json names under its new or old name."""
     return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _slides(architecture: str, text: Mapping[str, Any]) -> bool:
+    """Return whether a layer has a sliding window that is shorter than the context.
+
+    Without layer_types, use_sliding_window concerns the layers from max_window_layers on. Mistral
+    has neither: its window, if any, concerns all layers.
+    """
+    window = text.get("sliding_window")
+    if window is not None and window >= text["max_position_embeddings"]:
+        return False
+    layers = text.get("layer_types")
+    if layers:
+        return "sliding_attention" in layers
+    if architecture == "MistralForCausalLM":
+        return window is not None
+    first = text.get("max_window_layers", 0)
+    return bool(text.get("use_sliding_window")) and first < text["num_hidden_layers"]
 
 
 def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:

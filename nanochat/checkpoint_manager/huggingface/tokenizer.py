@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from nanochat.checkpoint_manager.huggingface.folders import refuse_pointer
+from nanochat.checkpoint_manager.huggingface.quantised import drop_setting
 from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, Messages, chatml
 from nanochat.common import UserError, fsync_path, read_json, sha256_of, tr
 from nanochat.data.bpe import letters_for_bytes
@@ -84,6 +86,7 @@ class FolderTokenizer:
                     file_name=FILE_NAME,
                 )
             )
+        refuse_pointer(path)
         self.folder = folder
         self.vocab_size = vocab_size
         self.hash = sha256_of(path)
@@ -151,6 +154,8 @@ class FolderTokenizer:
         for name in COMPANIONS:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, folder / name)
+                if name == "config.json":
+                    drop_setting(folder / name)
                 fsync_path(folder / name)
         return folder / FILE_NAME
 
@@ -335,15 +340,23 @@ class FolderTokenizer:
         roles["assistant_end"] = self._end_of_turn()
         for role in (*ROWLESS, "assistant_end"):
             spelling = f"<|{role}|>"
-            if spelling in self._added:
-                roles[role] = self._added[spelling]
+            if spelling in self._specials:
+                roles[role] = self._specials[spelling]
         return roles
 
     def _end_of_turn(self) -> int:
-        """Return the token that ends a turn, which need not be the one that ends a document."""
-        candidates = [self._specials.get(spelling) for spelling in ENDS_OF_TURN]
-        candidates += [self.named("eos_token"), min(self.stops)]
-        return next(token for token in candidates if token is not None)
+        """Return the token that ends the assistant's turn.
+
+        It is the first of ENDS_OF_TURN that the chat template has, else the publisher's eos_token,
+        and else the first token of generation_config.json.
+        """
+        template = self.template_source
+        for spelling in ENDS_OF_TURN:
+            end = self._specials.get(spelling)
+            if end is not None and (template is None or spelling in template):
+                return end
+        eos = self.named("eos_token")
+        return min(self.stops) if eos is None else eos
 
     # --- conversations ---------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import reprlib
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -13,16 +13,25 @@ from torch import Tensor
 
 from nanochat.checkpoint_manager.families import cast_matrices, on_meta
 from nanochat.checkpoint_manager.huggingface.config import read_config
+from nanochat.checkpoint_manager.huggingface.folders import refuse_pickle, refuse_pointer
+from nanochat.checkpoint_manager.huggingface.quantised import (
+    SCALE,
+    dequantised_rows,
+    scale_problem,
+)
 from nanochat.checkpoint_manager.parts.index import INDEX
 from nanochat.common import UserError, log, read_json, tr
 from nanochat.device import Compute, local
 from nanochat.models.qwen.model import Qwen
+from nanochat.platforms.base import dtype_name
 from nanochat.runtime import parallel
 
 MARKED_BYTES = 1 << 20  # how much folder_mark() reads at each end of a file
 SINGLE = "model.safetensors"
+PARTS = "model-*-of-*.safetensors"
 # Prefix of tensors that are not loaded -> the part of the model that they belong to.
 SKIPPED = {"visual.": "the vision tower", "mtp.": "the multi-token heads"}
+INVERSE_FREQUENCIES = ".rotary_emb.inv_freq"  # written by old versions, and computed here
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 MAX_NAME_LENGTH = 200  # characters in the name of a file
@@ -43,6 +52,8 @@ def _files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         names = _indexed_files(index)
+    elif not (folder / SINGLE).is_file():  # the index was not copied; check() misses no tensor
+        names = sorted(path.name for path in folder.glob(PARTS)) or names
     for name in names:
         if Path(name).name != name or len(name) > MAX_NAME_LENGTH:
             raise UserError(
@@ -51,6 +62,7 @@ def _files(folder: Path) -> list[Path]:
             )
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
+        refuse_pickle(folder)
         raise UserError(
             tr(
                 "{folder} lacks {missing_count} of {names_count} weight files: {missing}. {copy}",
@@ -74,7 +86,7 @@ def _indexed_files(index: Path) -> list[str]:
     if isinstance(weight_map, dict):
         names = list(weight_map.values())
         if all(isinstance(name, str) for name in names):
-            return sorted(set(names))
+            return sorted({PurePosixPath(name).as_posix() for name in names})
     raise UserError(f"{index} is no index of safetensors files. {_copy_again()}")
 
 
@@ -104,9 +116,11 @@ class Weights:
         Raises UserError if a file is damaged, or if two files hold the same tensor.
         """
         self._slices: dict[str, Any] = {}
+        self._scales: dict[str, Any] = {}  # the factors of FP8 matrices, by the matrices' names
         # Part of the model that is left out -> the number of its tensors.
         self.skipped: dict[str, int] = {}
         for path in files:
+            refuse_pointer(path)
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
                 names = list(file.keys())
@@ -129,9 +143,15 @@ class Weights:
             if name.removeprefix("model.").startswith(prefix):
                 self.skipped[part_of_model] = self.skipped.get(part_of_model, 0) + 1
                 return
-        if name in self._slices:
+        if name.endswith(INVERSE_FREQUENCIES):
+            return
+        slices = self._slices
+        if name.endswith(SCALE):
+            slices = self._scales
+            name = name.removesuffix(SCALE)
+        if name in slices:
             raise UserError(f"{path} holds {name}, which another file holds too. {_copy_again()}")
-        self._slices[name] = tensor_slice
+        slices[name] = tensor_slice
 
     def check(self, model: Qwen, folder: Path) -> None:
         """Raise UserError unless the files match the model's parameters exactly, in name and shape.
@@ -166,6 +186,13 @@ class Weights:
                     copy=_copy_again(),
                 )
             )
+        for name, tensor_slice in self._slices.items():
+            problem = scale_problem(tensor_slice, self._scales.get(name))
+            if problem:
+                raise UserError(f"{name} in {folder} {problem}. {_copy_again()}")
+        lost = self._scales.keys() - self._slices.keys()
+        if lost:
+            raise UserError(f"{folder} has factors of {min(lost)} without it. {_copy_again()}")
         if head is not None and not self._is_embedding(head, shapes[EMBEDDING]):
             raise UserError(
                 f"{folder} has a {HEAD} that differs from {EMBEDDING}, but its config.json says "
@@ -185,8 +212,18 @@ class Weights:
                 return False
         return True
 
+    @property
+    def fp8_count(self) -> int:
+        """The number of matrices in FP8."""
+        return len(self._scales)
+
     def rows(self, name: str, first: int, count: int) -> Tensor:
-        """Return `count` rows of a tensor, starting at row `first`. Only these are read."""
+        """Return `count` rows of a tensor, starting at row `first`. Only these are read.
+
+        The rows of an FP8 matrix are returned in fp32, times their factors.
+        """
+        if name in self._scales:
+            return dequantised_rows(self._slices[name], self._scales[name], first, count)
         return self._slices[name][first : first + count]
 
 
@@ -219,6 +256,14 @@ def load_weights(model: Qwen, folder: Path) -> None:
                     "is loaded",
                     part_of_model=part_of_model,
                     count=count,
+                )
+            )
+        if weights.fp8_count:
+            log(
+                tr(
+                    "model: {count} matrices in FP8 are converted, and computed with in {dtype}",
+                    count=weights.fp8_count,
+                    dtype=dtype_name(model.dtype),
                 )
             )
         for name, parameter in model.named_parameters():

@@ -265,3 +265,26 @@ def test_every_end_of_the_publisher_may_follow_a_value_of_a_schema(three_ends: F
 
 def test_no_end_of_the_publisher_is_shown_as_text(three_ends: FolderTokenizer) -> None:
     assert reply_parts([*three_ends.encode("cat"), EXTRA], three_ends) == [Part("text", "cat")]
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "end"),
+    [
+        (None, "<|endoftext|>", 302),  # ChatML
+        ("{{ messages[0].content }}<|im_end|>", "<|endoftext|>", 302),
+        ("{{ messages[0].content }}<|endoftext|>", "<|endoftext|>", 300),
+        ("{{ messages[0].content }}", "<|im_start|>", 301),
+    ],
+)
+def test_the_end_of_a_turn_is_the_one_that_the_publisher_names(
+    template: str | None, eos: str, end: int, folder: Path
+) -> None:
+    write(folder, "tokenizer_config.json", {"eos_token": eos, "chat_template": template})
+    assert FolderTokenizer(folder, ROWS).special("assistant_end") == end
+
+
+def test_a_token_that_is_not_special_has_no_role(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][-1], "id": 304, "content": "<|output_start|>"})
+    write(folder, "tokenizer.json", content)
+    assert FolderTokenizer(folder, 305).special("output_start") == -1

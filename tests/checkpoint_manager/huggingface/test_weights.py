@@ -114,8 +114,9 @@ def test_the_context_can_be_shortened_and_not_lengthened(tmp_path: Path) -> None
         ({"architectures": ["x" * 100_000]}, "architecture 'xxx"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary embeddings of type 'yarn'"),
         ({"use_sliding_window": True}, "sliding window"),
+        ({"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 255}, "sliding window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"quantization_config": {}}, "quantised"),
         ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
         ({"hidden_size": "big"}, "n_embd is 'big'"),
         ({"num_attention_heads": 3}, "n_head must be a multiple of n_kv_head"),
@@ -132,6 +133,42 @@ def test_a_folder_that_cannot_be_loaded_is_refused_in_one_line(
     with pytest.raises(UserError, match=words) as caught:
         load_qwen(folder, on_cpu())
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"use_sliding_window": True, "max_window_layers": 2},
+        {"use_sliding_window": True, "layer_types": ["full_attention", "full_attention"]},
+        {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 256},
+    ],
+)
+def test_a_sliding_window_that_no_layer_uses_is_accepted(extra: dict[str, Any], tmp_path: Path) -> None:
+    load_qwen(folder_of(tiny_qwen("qwen3"), tmp_path, **extra), on_cpu())
+
+
+def test_an_index_may_name_files_with_a_dot_and_files_may_hold_frequencies(tmp_path: Path) -> None:
+    model = tiny_qwen("qwen3")
+    folder = folder_of(model, tmp_path)
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    dotted = {name: f"./{file}" for name, file in places.items()}
+    index.write_text(json.dumps({"weight_map": {**places, **dict(list(dotted.items())[::3])}}))
+    path = folder / "model-00001-of-00002.safetensors"
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "model.rotary_emb.inv_freq": torch.ones(8)}
+    save_file({**load_file(path), **extra}, path, {"format": "pt"})
+    loaded = load_qwen(folder, on_cpu())
+    assert torch.equal(loaded.head.weight.bfloat16(), model.head.weight.bfloat16())
+
+
+def test_files_load_without_their_index_if_all_are_there(tmp_path: Path) -> None:
+    model = tiny_qwen("qwen3")
+    folder = folder_of(model, tmp_path)
+    (folder / "model.safetensors.index.json").unlink()
+    assert torch.equal(load_qwen(folder, on_cpu()).head.weight.bfloat16(), model.head.weight.bfloat16())
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UserError, match="is missing in the files"):
+        load_qwen(folder, on_cpu())
 
 
 def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
