@@ -1,45 +1,46 @@
-"""Evaluate a base model by CORE, multiple choice and bits per byte, if their data is here.
+"""Evaluate a model by CORE, multiple choice and bits per byte, if their data is here.
 
 python -m scripts.base_eval
 python -m scripts.base_eval --max_per_task=100                 # a quick look
 python -m scripts.base_eval --download                         # downloads the bundle first, 162 MB
 python -m scripts.base_eval --tasks "ARC-Easy|MMLU|C-Eval|CMMLU" --task_data DIR
+python -m scripts.base_eval --model ./Qwen3-0.6B --tasks "ARC-Easy|MMLU"
 torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --eval_bundle=DIR
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from tyro.conf import arg
 
 from nanochat import device
-from nanochat.checkpoint_manager.load import Loaded, load_model
+from nanochat.checkpoint_manager.load import Loaded
 from nanochat.common import UserError, base_dir, log, run, sha256_of, tr, warn, write_atomic
-from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
 from nanochat.evals import core as core_eval
 from nanochat.evals import loss as loss_eval
-from nanochat.evals.choices import ChoiceScore, evaluate_choices
+from nanochat.evals.choices import ChoiceScore, choice_facts, evaluate_choices
 from nanochat.evals.core import Core
-from nanochat.evals.records import Records, fingerprint, records_dir
+from nanochat.evals.measured import MeasuredFlags, Stage, texts_for
+from nanochat.evals.records import Records, records_dir
 from nanochat.report.sections import write_section
 from nanochat.runtime import parallel
 from tasks.catalogue import choice_tasks, use_task_data
 
 
 @dataclass(frozen=True)
-class Config:
-    """Evaluate a base model: CORE, multiple choice and bits per byte."""
+class Config(MeasuredFlags):
+    """Evaluate a model, by default a base model: CORE, multiple choice and bits per byte."""
 
+    source: Annotated[Stage | None, arg(aliases=["-i"])] = None
+    """Stage of the model. Default: base."""
     device_type: str = ""
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
     data: str | None = None
     """Corpus to measure bits per byte on: a name, a folder of your own,
     or a mixture such as web:0.7,books:0.3.
-    Default: the corpus that the model was trained on."""
-    model_tag: str | None = None
-    """Tag of the model, such as d20. Default: the newest."""
-    step: int | None = None
-    """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
+    Default: the corpus that the model was trained on. A published model needs it."""
     eval_bundle: str | None = None
     """Folder of CORE's tasks. Default: eval_bundle in the base folder.
     Set it if you copied the bundle by hand."""
@@ -83,7 +84,7 @@ def limits(cfg: Config, loaded: Loaded, compute: Compute) -> tuple[int | None, i
     rows = cfg.device_batch_size
     if rows == "auto":
         rows = compute.platform.evaluation_rows
-    return problems, rows * loaded.model.config.sequence_len
+    return problems, rows * loaded.row_tokens
 
 
 def answers(
@@ -137,7 +138,7 @@ def evaluate_tasks(
         try:
             with parallel.together(name, compute):
                 task = makers[name]()
-                facts = {"shots": task.shots, "data": fingerprint(task, limit)}
+                facts = choice_facts(task, limit)
             records = answers(name, facts, cfg, loaded, compute)
             saved_score = records.saved_score()
             on_all_ranks = parallel.least(int(saved_score is not None), compute)
@@ -158,7 +159,8 @@ def evaluate_tasks(
 def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
     """Measure CORE and return it, or None if --eval_bundle is not given and no bundle is here.
 
-    If no task is broken, rank 0 also writes the scores to <base>/base_eval/<tag>_<step>.csv.
+    If no task is broken, rank 0 also writes the scores to <base>/base_eval/<tag>_<step>.csv; the
+    name begins with the stage of the model, unless that is base.
     """
     bundle = core_eval.find_bundle(cfg.eval_bundle)
     if bundle is None:
@@ -180,7 +182,8 @@ def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
         loaded.model, loaded.tokenizer, bundle, compute, limit, tokens, records
     )
     if core.core is not None and compute.main:
-        path = base_dir() / "base_eval" / f"{loaded.tag}_{loaded.step:06d}.csv"
+        of_stage = "" if loaded.stage == "base" else f"{loaded.stage}-"
+        path = base_dir() / "base_eval" / f"{of_stage}{loaded.tag}_{loaded.step:06d}.csv"
         write_atomic(path, table(core, core.core))
         log(f"CORE {core.core:.4f} ({path})")
     return core
@@ -196,7 +199,7 @@ def evaluate_bits(
     Without --data, returns None if the corpus that the model was trained on is not here.
     """
     try:
-        data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])
+        data = texts_for(cfg.data, loaded)
     except UserError as missing:
         if cfg.data is not None:
             raise
@@ -210,6 +213,7 @@ def evaluate_bits(
         cfg.split_tokens,
         cfg.device_batch_size,
         compute,
+        loaded.row_tokens,
     )
     log(
         f"val bpb: {loss.bits_per_byte:.4f} ({data.name}, {loss.tokens:,} tokens, {loss.bytes:,} "
@@ -227,9 +231,9 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
         if compute.main and core_eval.find_bundle(cfg.eval_bundle) is None:
             core_eval.download_bundle()
         device.barrier(compute)
-    loaded = load_model("base", cfg.model_tag, cfg.step, compute)
+    loaded = cfg.load(compute, "base")
     compute.operations.serve(loaded.model)
-    log(f"base model {loaded.tag}, step {loaded.step:,}")
+    log(f"{loaded.stage} model {loaded.tag}, step {loaded.step:,}")
     scores, broken = evaluate_tasks(cfg, loaded, compute)
     core = evaluate_core(cfg, loaded, compute)
     broken += core.broken if core else ()
@@ -249,7 +253,9 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
         section["val"] = asdict(bits)
     section["choices"] = {name: asdict(score) for name, score in scores.items()}
     if compute.main:
-        write_section("base_eval", section)
+        # Of other stages, <stage>_eval is the section of chat_eval.
+        name = "base_eval" if loaded.stage == "base" else f"{loaded.stage}_core"
+        write_section(name, section)
     if broken:
         raise UserError(
             tr(

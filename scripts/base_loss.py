@@ -2,22 +2,27 @@
 
 python -m scripts.base_loss
 python -m scripts.base_loss --source=sft     # what fine-tuning has left of pretraining
+python -m scripts.base_loss --model ./Qwen3-0.6B --data ~/my-texts
+python -m scripts.base_loss -i tune --data ~/my-texts
 torchrun --standalone --nproc_per_node=8 -m scripts.base_loss -- --split_tokens=10485760
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from tyro.conf import arg
 
 from nanochat import device
-from nanochat.checkpoint_manager.load import Loaded, load_model
+from nanochat.checkpoint_manager.load import PUBLISHED, Loaded
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import log, run
-from nanochat.data.mixing import Data, resolve_data
+from nanochat.data.mixing import Data
 from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.evals import loss as loss_eval
 from nanochat.evals.domains import evaluate_domains
 from nanochat.evals.loss import Loss
+from nanochat.evals.measured import MeasuredFlags, Stage, texts_for
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.report.sections import read_sections, write_section
@@ -40,22 +45,18 @@ SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(MeasuredFlags):
     """Measure bits per byte of a model, by default a base model; let it continue a few prompts."""
 
-    source: Literal["base", "mid", "sft", "rl"] = "base"
-    """Stage of the model. A later stage is measured on the validation split of the base corpus,
-    to show forgetting."""
+    source: Annotated[Stage | None, arg(aliases=["-i"])] = None
+    """Stage of the model. Default: base.
+    A later stage is measured on the validation split of the base corpus, to show forgetting."""
     device_type: str = ""
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
     data: str | None = None
     """Corpus to measure bits per byte on: a name, a folder of your own,
     or a mixture such as web:0.7,books:0.3.
-    Default: the corpus that the model was trained on."""
-    model_tag: str | None = None
-    """Tag of the model, such as d20. Default: the newest."""
-    model_step: int | None = None
-    """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
+    Default: the corpus that the model was trained on. A published model needs it."""
     device_batch_size: int | Literal["auto"] = "auto"
     """Rows per pass on one device. auto: 32, on a CPU 4,096 tokens.
     Lower it if the device runs out of memory."""
@@ -73,8 +74,11 @@ class Config:
 def sample(loaded: Loaded, max_tokens: int) -> dict[str, str]:
     """Return the model's greedy continuation of each prompt in PROMPTS, by prompt."""
     tokenizer = loaded.tokenizer
-    engine = Engine(loaded.model, tokenizer)
-    prompts = [[tokenizer.bos, *tokenizer.encode(prompt)] for prompt in PROMPTS]
+    start = [tokenizer.bos] if tokenizer.adds_bos else []
+    prompts = [[*start, *tokenizer.encode(prompt)] for prompt in PROMPTS]
+    longest = max(map(len, prompts)) + max_tokens
+    length = min(longest, loaded.model.config.sequence_len)
+    engine = Engine(loaded.model, tokenizer, len(prompts), length)
     completions = engine.generate(prompts, Sampling(temperature=0.0, max_tokens=max_tokens))
     continuations = {}
     for prompt, completion in zip(PROMPTS, completions, strict=True):
@@ -95,9 +99,15 @@ def domain_losses(
         tokens = platform.split_tokens // 4
     tokens_per_pass = platform.pass_tokens
     if not tokens_per_pass:
-        tokens_per_pass = platform.evaluation_rows * loaded.model.config.sequence_len
+        tokens_per_pass = platform.evaluation_rows * loaded.row_tokens
     losses = evaluate_domains(
-        loaded.model, loaded.tokenizer, data, tokens, tokens_per_pass, compute
+        loaded.model,
+        loaded.tokenizer,
+        data,
+        tokens,
+        tokens_per_pass,
+        compute,
+        loaded.row_tokens,
     )
     for name, loss in losses.items():
         counts = f"{loss.tokens:,} tokens, {loss.bytes:,} bytes"
@@ -111,9 +121,9 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     Only rank 0 samples and writes. With --once, an existing section of the same checkpoint and
     corpus is returned instead.
     """
-    loaded = load_model(cfg.source, cfg.model_tag, cfg.model_step, compute)
-    data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])
-    log(f"{cfg.source} model {loaded.tag}, step {loaded.step:,}, on {data.name}")
+    loaded = cfg.load(compute, "base")
+    data = texts_for(cfg.data, loaded)
+    log(f"{loaded.stage} model {loaded.tag}, step {loaded.step:,}, on {data.name}")
     model = loaded.weights[:16]
     section: dict[str, Any] = {
         "tag": loaded.tag,
@@ -121,11 +131,11 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
         "model": model,
         "corpus": data.name,
     }
-    reported = read_sections().get(f"{cfg.source}_loss", {})
+    reported = read_sections().get(f"{loaded.stage}_loss", {})
     if cfg.once and parallel.agree(int(reported.items() >= section.items()), compute):
         log("in the report already")
         return reported
-    for split in SPLITS if cfg.source == "base" else SPLITS[1:]:
+    for split in SPLITS if loaded.stage == "base" else SPLITS[1:]:
         loss = loss_eval.evaluate_split(
             loaded.model,
             loaded.tokenizer,
@@ -134,6 +144,7 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
             cfg.split_tokens,
             cfg.device_batch_size,
             compute,
+            loaded.row_tokens,
         )
         log(f"{split} bpb: {loss.bits_per_byte:.4f} ({loss.tokens:,} tokens, {loss.bytes:,} bytes)")
         section[split] = asdict(loss)
@@ -147,8 +158,9 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
             log(f"{prompt}|{continuation}")
             samples.append(Sample(loaded.step, "base_loss", prompt, continuation))
         section["samples"] = continuations
-        write_section(f"{cfg.source}_loss", section)
-        keep_samples(checkpoint_dir(loaded.stage, loaded.tag), samples)
+        write_section(f"{loaded.stage}_loss", section)
+        if loaded.stage != PUBLISHED:  # samples are kept beside the checkpoints of a run
+            keep_samples(checkpoint_dir(loaded.stage, loaded.tag), samples)
     return section
 
 

@@ -3,6 +3,7 @@
 python -m scripts.chat_eval                   # the latest stage, on the tasks that suit its corpus
 python -m scripts.chat_eval -i sft -a "ARC-Easy|GSM8K"
 python -m scripts.chat_eval -a "C-Eval|CMMLU|MGSM-zh" --task_data DIR    # from copies of the tasks
+python -m scripts.chat_eval --model ./Qwen3-0.6B -a "ARC-Easy|GSM8K" --by=both
 torchrun --standalone --nproc_per_node=8 -m scripts.chat_eval -- -i sft
 """
 
@@ -14,32 +15,30 @@ from typing import Annotated, Any, Literal
 import torch
 from tyro.conf import arg
 
-from nanochat.checkpoint_manager.load import Loaded, load_model
+from nanochat.checkpoint_manager.load import PUBLISHED, Loaded
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError, log, read_json, run, tr, warn
 from nanochat.data.conversation import Part, Task, words
 from nanochat.data.traits import Drawing, traits
 from nanochat.device import DTYPES, Compute, with_compute
-from nanochat.evals.chat import Score, by_group, chat_core, evaluate
+from nanochat.evals.chat import Score, by_group, chat_core, evaluate, wilson
+from nanochat.evals.choices import ChoiceScore, choice_facts, evaluate_choices
+from nanochat.evals.measured import MeasuredFlags
 from nanochat.evals.records import Records, fingerprint, records_dir
 from nanochat.generate.sampling import Sampling
 from nanochat.report.sections import report_dir, write_section
 from nanochat.runtime import graphs, parallel
 from nanochat.runtime.samples import Sample, keep_samples
-from tasks.catalogue import chat_tasks, use_task_data
+from tasks.catalogue import chat_tasks, choice_tasks, use_task_data
 from tasks.mixtures import CURRICULA, curriculum
 
 SAMPLES = 6  # replies of each task that the report shows
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(MeasuredFlags):
     """Evaluate a chat model by the share of problems that it solves in each task."""
 
-    source: Annotated[Literal["base", "mid", "sft", "rl", "tune"] | None, arg(aliases=["-i"])] = (
-        None
-    )
-    """Stage of the model. Default: the latest one, in the order rl > sft > mid > base."""
     task_name: Annotated[str | None, arg(aliases=["-a"])] = None
     """Tasks to evaluate, with | between their names.
     Default: the tasks that suit the corpus of the model."""
@@ -62,10 +61,10 @@ class Config:
     batch_size: Annotated[int, arg(aliases=["-b"])] = 32
     """Problems or replies to compute together on each device.
     Lower it if the device runs out of memory."""
-    model_tag: Annotated[str | None, arg(aliases=["-g"])] = None
-    """Tag of the model, such as d20. Default: the newest."""
-    step: Annotated[int | None, arg(aliases=["-s"])] = None
-    """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
+    by: Literal["letters", "likelihood", "both"] = "letters"
+    """How multiple choice is answered; letters: in a chat, by the likeliest letter.
+    likelihood: by the likeliest continuation of the plain question,
+    as acc and acc_norm of lm-evaluation-harness."""
     max_problems: Annotated[int | None, arg(aliases=["-x"])] = None
     """Most problems to ask of each task. Default: all. Lower it for a quick look."""
     shots: int | None = None
@@ -280,7 +279,69 @@ def save_figures(
     for name, task_figures in tasks.items():
         for row in task_figures["samples"]:
             samples.append(Sample(loaded.step, name, row["question"], row["reply"], row["grade"]))
-    keep_samples(checkpoint_dir(loaded.stage, loaded.tag), samples)
+    if loaded.stage != PUBLISHED:  # samples are kept beside the checkpoints of a run
+        keep_samples(checkpoint_dir(loaded.stage, loaded.tag), samples)
+
+
+def by_likelihood(task: Task, cfg: Config) -> bool:
+    """Return whether a task is measured by the likelihood of its choices."""
+    return task.kind == "choice" and cfg.by != "letters"
+
+
+def by_replies(task: Task, cfg: Config) -> bool:
+    """Return whether a task is measured in a chat: by letters or, without choices, by replies."""
+    return task.kind != "choice" or cfg.by != "likelihood"
+
+
+def measure_likelihood(
+    cfg: Config,
+    name: str,
+    loaded: Loaded,
+    compute: Compute,
+) -> ChoiceScore:
+    """Measure a task by the likelihood of its choices, as base_eval --tasks does.
+
+    Writes a record of every answer to a file; a score that an earlier evaluation saved there is
+    returned instead, unless --again is set. Raises UserError on every rank if there is nothing to
+    evaluate or a problem is malformed.
+    """
+    with parallel.together(name, compute):
+        task = choice_tasks(cfg.shots)[name]()
+        facts = choice_facts(task, cfg.max_problems)
+    run_settings = {"limit": cfg.max_problems, "dtype": str(compute.dtype)}
+    about = {"model": loaded.weights, "settings": run_settings, **facts}
+    folder = records_dir(loaded.stage, loaded.tag, loaded.step)
+    records = Records(folder, f"{name} likelihood", about, compute)
+    saved_score = None if cfg.again else records.saved_score()
+    if parallel.least(int(saved_score is not None), compute) and saved_score is not None:
+        log(f"{name}: done before, as {records.path} says; --again evaluates it again")
+        return ChoiceScore(**saved_score)
+    tokens = cfg.batch_size * loaded.row_tokens
+    return evaluate_choices(
+        task, loaded.model, loaded.tokenizer, compute, tokens, cfg.max_problems, records
+    )
+
+
+def likelihood_figures(score: ChoiceScore, seconds: float) -> dict[str, Any]:
+    """Return the figures of `<task> acc` and `<task> acc_norm` for the report, by these names."""
+    rows = {}
+    for measure in ("acc", "acc_norm"):
+        accuracy = getattr(score, measure)
+        right = accuracy * score.total
+        low, high = wilson(right, score.total)
+        rows[f"{score.name} {measure}"] = {
+            "accuracy": accuracy,
+            "right": right,
+            "total": score.total,
+            "low": low,
+            "high": high,
+            "baseline": score.baseline,
+            "too_long": score.too_long,
+            "seconds": seconds,
+            "groups": {},
+            "samples": [],
+        }
+    return rows
 
 
 def measure(
@@ -336,10 +397,11 @@ def measure(
     return score
 
 
-def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
+def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score | ChoiceScore]:
     """Evaluate the tasks one by one, add them to the report, and return their scores by name.
 
-    The dict lacks tasks that --once skips and, except on rank 0, tasks that were evaluated before.
+    A score by likelihood has the name of its task and " likelihood". The dict lacks tasks that
+    --once skips and, except on rank 0, tasks that were evaluated before.
     Raises UserError at the end if some of the tasks could not be evaluated.
     """
     if cfg.num_samples > 1 and not cfg.temperature:
@@ -355,7 +417,7 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
         compute = replace(compute, dtype=DTYPES[cfg.dtype], dtype_reason="--dtype")
     cfg = replace(cfg, graphs=graphs.for_replies(cfg.graphs, compute) is not None)
     sampling_for(None, cfg, None)  # refuses bad flags before the model is loaded
-    loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute)
+    loaded = cfg.load(compute)
     compute.operations.serve(loaded.model)
     log(f"model: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}")
     use_task_data(cfg.task_data)
@@ -364,29 +426,32 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
     run_settings = settings(cfg, compute.dtype)
     reported = saved_section(loaded, run_settings, defaults)["tasks"] if cfg.once else {}
     if reported:
-        names = [task.name for task in tasks if task.name in reported]
-        log(f"in the report already: {', '.join(names)}")
-    scores: dict[str, Score] = {}
+        log(f"in the report already: {', '.join(reported)}")
+    scores: dict[str, Score | ChoiceScore] = {}
     new_figures: dict[str, Any] = {}
     for task in tasks:
-        if task.name in reported:
-            continue
-        start = time.monotonic()
-        listener = Listener(task, cfg.show)
         try:
-            sampling = sampling_for(task, cfg, corpus)
-            score = measure(cfg, task, loaded, sampling, run_settings, listener, compute)
+            if by_replies(task, cfg) and task.name not in reported:
+                start = time.monotonic()
+                listener = Listener(task, cfg.show)
+                sampling = sampling_for(task, cfg, corpus)
+                score = measure(cfg, task, loaded, sampling, run_settings, listener, compute)
+                if score is not None:
+                    scores[task.name] = score
+                    log(str(score))
+                    seconds = time.monotonic() - start
+                    new_figures[task.name] = figures(task, score, seconds, listener.samples)
+            if by_likelihood(task, cfg) and f"{task.name} acc" not in reported:
+                start = time.monotonic()
+                choice_score = measure_likelihood(cfg, task.name, loaded, compute)
+                scores[f"{task.name} likelihood"] = choice_score
+                log(str(choice_score))
+                new_figures |= likelihood_figures(choice_score, time.monotonic() - start)
         except UserError as why:
             if len(tasks) == 1:
                 raise
             warn(tr("{name} is left out: {why}", name=task.name, why=why))
             broken.append(task.name)
-            continue
-        if score is not None:
-            scores[task.name] = score
-            log(str(score))
-            seconds = time.monotonic() - start
-            new_figures[task.name] = figures(task, score, seconds, listener.samples)
     if compute.main and (new_figures or reported):
         save_figures(loaded, run_settings, defaults, new_figures)
     if broken:

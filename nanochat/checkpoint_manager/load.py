@@ -1,5 +1,6 @@
 """Loads models that are ready to use, from a step of a run or from a published folder."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +25,9 @@ from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
 PUBLISHED = "published"  # `stage` of a model that was not trained here
+# The most tokens of a row on which a published model is measured. Its context may be so long that a
+# row of that length would fill the memory.
+PUBLISHED_ROW = 2048
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,20 @@ class Loaded:
         from nanochat.checkpoint_manager.huggingface.generation import sampling_defaults
 
         return sampling_defaults(folder)
+
+    @property
+    def from_folder(self) -> bool:
+        """Whether the model is a published one, or was fine-tuned from one."""
+        return self.stage in (PUBLISHED, "tune")
+
+    @property
+    def row_tokens(self) -> int:
+        """The number of tokens in a row on which the model is measured: its context.
+
+        For models of published folders, it is at most 2,048 (PUBLISHED_ROW).
+        """
+        context = self.model.config.sequence_len
+        return min(context, PUBLISHED_ROW) if self.from_folder else context
 
     @property
     def weights(self) -> str:
@@ -124,11 +142,49 @@ def load_published(
     if adapter is not None:
         adapter = published_folder(adapter, SETTINGS)
         merge_adapter(model, adapter, compute)
-        tag = f"{tag} + {model_name(adapter)}"
+        tag = f"{tag} + {_adapter_name(adapter)}"
         mark = f"{mark} {sha256_of(adapter / ADAPTER)}"
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     meta = {"files": {MODEL: {"sha256": mark}}, "config": {"corpus": None}}
     return Loaded(model.eval(), tokenizer, meta, PUBLISHED, tag, 0)
+
+
+def _adapter_name(folder: Path) -> str:
+    """Return the name of an adapter: that of its folder or, for a step of a run, the run and step."""
+    from nanochat.checkpoint_manager.huggingface.folders import model_name
+
+    step = re.fullmatch(r"step_(\d+)", folder.name)
+    return f"{folder.parent.name} step {int(step[1])}" if step else model_name(folder)
+
+
+def load_named(
+    model: Path | None,
+    adapter: Path | None,
+    stage: str | None,
+    tag: str | None,
+    step: int | None,
+    compute: Compute,
+    dtype: torch.dtype | None = None,
+) -> Loaded:
+    """Load the model that flags name: the published `model`, or one that was trained here.
+
+    `adapter` is merged into the published model; the other arguments are those of load_model().
+    Raises UserError (exit code 2) if the flags contradict each other, and as load_published() and
+    load_model() do.
+    """
+    if model is None and adapter is not None:
+        raise UserError(
+            "--adapter belongs to a published model: name its folder with --model", exit_code=2
+        )
+    if model is None:
+        return load_model(stage, tag, step, compute, dtype)
+    if stage is not None or tag is not None or step is not None:
+        raise UserError(
+            "--model names a published model, and --source, --model_tag and --step one that was "
+            "trained here: give either",
+            exit_code=2,
+        )
+    return load_published(model, adapter, compute, dtype)
 
 
 def load_model(

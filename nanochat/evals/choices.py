@@ -1,10 +1,10 @@
 """Evaluates multiple choice by finding the most likely continuation, which needs no chat model.
 
-Log-probabilities are compared in three ways: in total, per byte and per token.
+Log-probabilities are compared in four ways: in total, per character, per byte and per token.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, Protocol
 
 from nanochat.common import UserError
@@ -12,10 +12,14 @@ from nanochat.data.conversation import Cloze
 from nanochat.device import Compute
 from nanochat.evals.chat import identify, progress, wilson
 from nanochat.evals.likelihood import Likelihood, PromptRow, score_rows, shown_tokens
-from nanochat.evals.records import Records
+from nanochat.evals.records import Records, fingerprint
 from nanochat.model import Model
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
+
+# The figures of a ChoiceScore that compare answers. Scores that were saved without one of them are
+# not used.
+MEASURES = ("acc", "acc_norm", "acc_norm_bytes", "acc_norm_tokens")
 
 
 class ClozeTask(Protocol):
@@ -36,18 +40,25 @@ class ClozeTask(Protocol):
         ...
 
 
+def choice_facts(task: Any, limit: int | None) -> dict[str, Any]:
+    """Return what Records must know of the first `limit` questions of a task: shots and content."""
+    return {"shots": task.shots, "data": fingerprint(task, limit), "measures": MEASURES}
+
+
 @dataclass(frozen=True)
 class ChoiceScore:
-    """The accuracies on a task, over all ranks, for three ways to compare answers.
+    """The accuracies on a task, over all ranks, for four ways to compare answers.
 
     `acc` compares the total log-probabilities of the answers, which favours short answers.
-    `acc_norm_bytes` divides each log-probability by the number of bytes in the answer, and
-    `acc_norm_tokens` by the number of tokens. `low` and `high` are the bounds of the 95 %
+    `acc_norm` divides each log-probability by the number of characters in the answer,
+    `acc_norm_bytes` by that of bytes, and `acc_norm_tokens` by that of tokens. `acc` and `acc_norm`
+    are those of lm-evaluation-harness. `low` and `high` are the bounds of the 95 %
     confidence interval of `acc`, and `baseline` is the accuracy of guessing.
     """
 
     name: str
     acc: float
+    acc_norm: float
     acc_norm_bytes: float
     acc_norm_tokens: float
     total: int
@@ -59,8 +70,8 @@ class ChoiceScore:
 
     def __str__(self) -> str:
         accuracies = (
-            f"acc {100 * self.acc:.2f} %, by bytes {100 * self.acc_norm_bytes:.2f} %, "
-            f"by tokens {100 * self.acc_norm_tokens:.2f} %"
+            f"acc {100 * self.acc:.2f} %, acc_norm {100 * self.acc_norm:.2f} %, "
+            f"by bytes {100 * self.acc_norm_bytes:.2f} %, by tokens {100 * self.acc_norm_tokens:.2f} %"
         )
         interval = f"95 % interval of acc {100 * self.low:.1f} to {100 * self.high:.1f}"
         guessing = f"guessing {100 * self.baseline:.1f} %"
@@ -78,21 +89,27 @@ def rows_of(
 ) -> list[PromptRow]:
     """Return a row to score for each choice, tokenised as in lm-evaluation-harness.
 
-    Context and choice are joined by a space and encoded as one text. Scoring skips as many tokens
-    as the context has when encoded alone, without white space at its end, but never the last token
-    of the row.
+    Context and choice are joined by a space and encoded as one text, after bos if the tokenizer
+    adds it to texts, or if there is no context. Scoring skips as many tokens as the context has
+    when encoded alone, without white space at its end, but never the last token of the row.
     """
     texts = [context.rstrip(), *(f"{context} {choice}" for choice in choices)]
-    encoded = [[tokenizer.bos, *ids] for ids in tokenizer.encode_batch(texts)]
-    context_ids, *choice_ids = encoded
-    return [PromptRow(question, ids, min(len(context_ids), len(ids) - 1)) for ids in choice_ids]
+    context_ids, *choice_ids = tokenizer.encode_batch(texts)
+    start = [tokenizer.bos] if tokenizer.adds_bos or not context_ids else []
+    shown = len(start) + len(context_ids)
+    rows = []
+    for ids in choice_ids:
+        tokens = [*start, *ids]
+        rows.append(PromptRow(question, tokens, min(shown, len(tokens) - 1)))
+    return rows
 
 
 @dataclass(frozen=True)
 class Picks:
-    """The indices of the likeliest choices: by total log-probability, per byte and per token."""
+    """The indices of the likeliest choices: in total, per character, per byte and per token."""
 
     plain: int
+    by_characters: int
     by_bytes: int
     by_tokens: int
 
@@ -101,11 +118,12 @@ def pick(scores: Sequence[Likelihood], choices: Sequence[str]) -> Picks:
     """Return the index of the most likely choice by each measure; the first one wins a tie."""
     plain = [score.logprob for score in scores]
     by_tokens = [score.logprob / score.tokens for score in scores]
+    by_characters = []
     by_bytes = []
     for score, choice in zip(scores, choices, strict=True):
-        byte_count = max(len(choice.encode()), 1)
-        by_bytes.append(score.logprob / byte_count)
-    return Picks(_argmax(plain), _argmax(by_bytes), _argmax(by_tokens))
+        by_characters.append(score.logprob / max(len(choice), 1))
+        by_bytes.append(score.logprob / max(len(choice.encode()), 1))
+    return Picks(_argmax(plain), _argmax(by_characters), _argmax(by_bytes), _argmax(by_tokens))
 
 
 def _argmax(values: list[float]) -> int:
@@ -162,7 +180,7 @@ def evaluate_choices(
             2,
         )
     context_length = model.config.sequence_len
-    correct = [0, 0, 0]  # by each measure of Picks
+    correct = [0, 0, 0, 0]  # by each measure of Picks
     fewer_examples = 0
     with parallel.together(task.name, compute):
         questions = {i: task.cloze(i) for i in range(compute.rank, total, compute.world_size)}
@@ -176,9 +194,8 @@ def evaluate_choices(
         for i, question_scores in scores.items():
             cloze = questions[i]
             picks = pick(question_scores, cloze.choices)
-            correct[0] += picks.plain == cloze.answer
-            correct[1] += picks.by_bytes == cloze.answer
-            correct[2] += picks.by_tokens == cloze.answer
+            for measure, choice in enumerate(astuple(picks)):
+                correct[measure] += choice == cloze.answer
             if records:
                 records.add(i, _record(identify(task, i), cloze, rows[i], question_scores, picks))
     guesses = sum(1 / len(cloze.choices) for cloze in questions.values())
@@ -208,11 +225,12 @@ def _score_questions(
 
 def _choice_score(name: str, total: int, sums: Sequence[float]) -> ChoiceScore:
     """Return the score, given the sums over all ranks in the order of evaluate_choices()."""
-    plain, by_bytes, by_tokens, guesses, fewer_examples, too_long = sums
+    plain, by_characters, by_bytes, by_tokens, guesses, fewer_examples, too_long = sums
     low, high = wilson(plain, total)
     return ChoiceScore(
         name=name,
         acc=plain / total,
+        acc_norm=by_characters / total,
         acc_norm_bytes=by_bytes / total,
         acc_norm_tokens=by_tokens / total,
         total=total,
@@ -241,6 +259,7 @@ def _record(
         "prompt": shown_tokens(rows),
         "expected": cloze.choices[cloze.answer],
         "answer": cloze.choices[picks.plain],
+        "answer_by_characters": cloze.choices[picks.by_characters],
         "answer_by_bytes": cloze.choices[picks.by_bytes],
         "answer_by_tokens": cloze.choices[picks.by_tokens],
         "logprobs": logprobs,

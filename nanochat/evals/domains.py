@@ -116,16 +116,19 @@ def evaluate_domains(
     tokens: int,
     tokens_per_batch: int,
     compute: Compute,
+    row_tokens: int | None = None,
 ) -> dict[str, Loss]:
     """Return a dict from domain to loss, for about the first `tokens` validation tokens.
 
-    The ranks divide the rows. Documents that are longer than the context are cut, and each part is
-    read without the parts before it, so results differ slightly from those of packed rows. Raises
-    UserError (exit code 2) if `tokens` is less than 1.
+    The ranks divide the rows. Documents that are longer than `row_tokens`, by default the context,
+    are cut, and each part is read without the parts before it, so results differ slightly from
+    those of packed rows. Raises UserError (exit code 2) if `tokens` is less than 1.
     """
     if tokens < 1:
         raise UserError(f"split_tokens must be at least 1, got {tokens}", exit_code=2)
-    named_rows = _domain_rows(data, tokenizer, tokens, model.config.sequence_len)
+    if row_tokens is None:
+        row_tokens = model.config.sequence_len
+    named_rows = _domain_rows(data, tokenizer, tokens, row_tokens)
     names = sorted({name for name, _ in named_rows})
     sums = {name: _Sums() for name in names}
     token_bytes = tokenizer.token_bytes()

@@ -113,27 +113,30 @@ def evaluate_split(
     tokens: int | Literal["auto"],
     device_batch_size: int | Literal["auto"],
     compute: Compute,
+    row_tokens: int | None = None,
 ) -> Loss:
     """Return an unsharded model's loss on about the first `tokens` tokens of a shuffled split.
 
-    Up to rounding, the result does not depend on the number of ranks. "auto" means 10,485,760
-    tokens and 32 rows per pass or, on a CPU, 262,144 tokens and about 4,096 tokens per pass. Raises
-    UserError (exit code 2) if `tokens` or `device_batch_size` is less than 1.
+    The model reads rows of `row_tokens` tokens, by default as many as its context has. Up to
+    rounding, the result does not depend on the number of ranks. "auto" means 10,485,760 tokens and
+    32 rows per pass or, on a CPU, 262,144 tokens and about 4,096 tokens per pass. Raises UserError
+    (exit code 2) if `tokens` or `device_batch_size` is less than 1.
     """
-    row_length = model.config.sequence_len
+    if row_tokens is None:
+        row_tokens = model.config.sequence_len
     platform = compute.platform
     if tokens == "auto":
         tokens = platform.split_tokens
     if device_batch_size == "auto":
         device_batch_size = platform.evaluation_rows
         if platform.pass_tokens is not None:
-            device_batch_size = max(platform.pass_tokens // row_length, 1)
+            device_batch_size = max(platform.pass_tokens // row_tokens, 1)
     if tokens < 1 or device_batch_size < 1:
         raise UserError(
             f"split_tokens and device_batch_size must be at least 1, got {tokens} and "
             f"{device_batch_size}",
             exit_code=2,
         )
-    rows = dataloader.split_rows(data, tokenizer, split, row_length)
+    rows = dataloader.split_rows(data, tokenizer, split, row_tokens)
     steps = dataloader.one_pass(rows, tokens, device_batch_size, compute)
     return evaluate_loss(model, steps, tokenizer.token_bytes(), compute)

@@ -14,8 +14,12 @@ Fields = Mapping[str, Any]  # of a JSON object
 
 
 def records_dir(stage: str, tag: str, step: int) -> Path:
-    """Return the folder for the records of a checkpoint, given its stage, tag and step."""
-    return base_dir() / "records" / f"{stage}-{tag}-{step:06d}"
+    """Return the folder for the records of a model, given its stage, tag and step.
+
+    The tag of a published model with an adapter has several words, which _ joins.
+    """
+    name = re.sub(r"[\s+]+", "_", tag)
+    return base_dir() / "records" / f"{stage}-{name}-{step:06d}"
 
 
 def fingerprint(task: Any, limit: int | None = None) -> str:

@@ -14,7 +14,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from nanochat import device
-from nanochat.checkpoint_manager.load import Loaded, load_model, load_published
+from nanochat.checkpoint_manager.load import Loaded, load_named
 from nanochat.common import UserError, log, run
 from nanochat.export import from_gguf, huggingface, llama
 from nanochat.models.lora import merge
@@ -54,23 +54,11 @@ def load(cfg: Config) -> Loaded:
 
     Raises UserError if the flags contradict each other (exit code 2) or loading fails.
     """
-    if cfg.model is None and cfg.adapter is not None:
-        raise UserError(
-            "--adapter belongs to a published model: name its folder with --model", exit_code=2
-        )
-    if cfg.model is not None and (cfg.source or cfg.model_tag or cfg.step is not None):
-        raise UserError(
-            "--model names a published model, and --source, --model_tag and --step one that was "
-            "trained here: give either",
-            exit_code=2,
-        )
     compute = device.compute_init("cpu")
     # Large models fit into memory as bf16, in which most bases are published. Values are rounded to
     # fp16 only when they are written.
     dtype = device.DTYPES["bfloat16"] if cfg.dtype == "bfloat16" else device.MASTER
-    if cfg.model is not None:
-        return load_published(cfg.model, cfg.adapter, compute, dtype)
-    loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute, dtype=dtype)
+    loaded = load_named(cfg.model, cfg.adapter, cfg.source, cfg.model_tag, cfg.step, compute, dtype)
     merge(loaded.model)
     return loaded
 

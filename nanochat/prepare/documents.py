@@ -172,7 +172,8 @@ def _tokenised(
     """Tokenise shards, yielding the description of each part once it is finished, in any order."""
     total_bytes = sum(shard.source["bytes"] for shard in shards)
     processes = processes_for(total_bytes, len(shards), processes)
-    if processes < 2:
+    # The tokenizer of a published model uses all cores by itself, and workers cannot load it.
+    if processes < 2 or not isinstance(tokenizer, Tokenizer):
         for shard in shards:
             yield tokenise_shard(
                 shard.path,

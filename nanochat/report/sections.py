@@ -24,7 +24,9 @@ CURVES = (
     "loss",
     "smooth_loss",
 )
-COLUMNS = ("base", "mid", "sft", "rl", "tune")
+PIPELINE = ("base", "mid", "sft", "rl")
+FROM_FOLDERS = ("published", "tune")  # models of published folders, before and after finetune
+COLUMNS = (*PIPELINE, *FROM_FOLDERS)
 TITLES = {
     "tok_train": "Tokenizer",
     "tok_eval": "Tokenizer: bytes per token",
@@ -34,14 +36,22 @@ TITLES = {
     "mid_train": "Mid: midtraining",
     "mid_loss": "Mid: bits per byte of the base corpus",
     "mid_eval": "Mid: evaluation",
+    "mid_core": "Mid: CORE",
     "sft_train": "SFT: fine-tuning",
     "sft_loss": "SFT: bits per byte of the base corpus",
     "sft_eval": "SFT: evaluation",
+    "sft_core": "SFT: CORE",
     "rl_train": "RL: reinforcement learning",
     "rl_loss": "RL: bits per byte of the base corpus",
     "rl_eval": "RL: evaluation",
+    "rl_core": "RL: CORE",
+    "published_loss": "Published model: bits per byte and samples",
+    "published_eval": "Published model: evaluation",
+    "published_core": "Published model: CORE",
     "tune_train": "Fine-tuning of a published model",
+    "tune_loss": "Fine-tuned published model: bits per byte and samples",
     "tune_eval": "Fine-tuned published model: evaluation",
+    "tune_core": "Fine-tuned published model: CORE",
 }
 
 Sections = Mapping[str, dict[str, Any]]  # name of a section, such as base_train -> its figures
@@ -148,8 +158,10 @@ def sections_of_run(sections: Sections, newest: str) -> dict[str, dict[str, Any]
     replaced. Each training section names its parent stage and tag, which gives the tags of the
     stages before and after `newest`; all other stages must have its tag. A stage without --data
     must have its parent's corpus. The tokenizer is left out if all stages used other corpora. A
-    fine-tuned published model has only the sections of its own stage.
+    published model has only its own sections, and a fine-tuned one also those of its base.
     """
+    if newest.partition("_")[0] in FROM_FOLDERS:
+        return _sections_of_folder(sections, newest)
     newest_tag = sections[newest]["tag"]
     tags = _tags(sections, newest)
     of_run = {}
@@ -157,10 +169,25 @@ def sections_of_run(sections: Sections, newest: str) -> dict[str, dict[str, Any]
         stage = name.partition("_")[0]
         if "tag" not in data or data["tag"] == tags.get(stage, newest_tag):
             of_run[name] = data
-    if newest.startswith("tune_"):  # a published model has no earlier stage, and its own tokenizer
-        return {name: data for name, data in of_run.items() if name.startswith("tune_")}
     of_run = _without_other_corpora(of_run)
     return _without_other_tokenizers(of_run)
+
+
+def _sections_of_folder(sections: Sections, newest: str) -> dict[str, dict[str, Any]]:
+    """Return the sections of the published or fine-tuned model that has the section `newest`.
+
+    A fine-tuned model has those of its base too. Neither has an earlier stage of the pipeline.
+    """
+    stage = newest.partition("_")[0]
+    tags = {stage: sections[newest]["tag"]}
+    if stage == "tune" and _training_tag(sections, stage) == tags[stage]:
+        # Its parent is the name of the base's folder and a mark of its weights.
+        tags["published"] = _training_settings(sections, stage).get("parent", "").rpartition(" ")[0]
+    of_model = {}
+    for name, data in sections.items():
+        if name.partition("_")[0] in tags and data["tag"] == tags[name.partition("_")[0]]:
+            of_model[name] = data
+    return of_model
 
 
 def _training_settings(sections: Sections, stage: str) -> Mapping[str, Any]:

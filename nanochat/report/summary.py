@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from nanochat.report.sections import COLUMNS, Sections
+from nanochat.report.sections import COLUMNS, FROM_FOLDERS, PIPELINE, Sections
 
 # Training stage -> the text on which its bits per byte are measured.
 VALIDATION_TEXTS = {
@@ -76,14 +76,24 @@ def table(sections: Sections) -> Table:
     _add_validation(rows, sections)
     _add_base_corpus(rows, sections)
     for stage in COLUMNS:
+        _add_base_eval(rows, sections, stage)
         section = sections.get(f"{stage}_eval", {})
-        if stage == "base" and section.get("core"):
-            rows["CORE"] = {stage: section["core"]["core"]}
         for name, score in section.get("tasks", {}).items():
             rows.setdefault(name, {})[stage] = score["accuracy"]
         if section.get("chat_core") is not None:
             rows.setdefault("ChatCORE", {})[stage] = section["chat_core"]
     return rows
+
+
+def _add_base_eval(rows: Table, sections: Sections, stage: str) -> None:
+    """Add to `rows` what base_eval measured of a model: CORE, and multiple choice by likelihood."""
+    section = sections.get("base_eval" if stage == "base" else f"{stage}_core", {})
+    if section.get("core"):
+        rows.setdefault("CORE", {})[stage] = section["core"]["core"]
+    for name, score in section.get("choices", {}).items():
+        for measure in ("acc", "acc_norm"):
+            if measure in score:  # sections of earlier versions lack acc_norm
+                rows.setdefault(f"{name} {measure}", {})[stage] = score[measure]
 
 
 def _add_validation(rows: Table, sections: Sections) -> None:
@@ -109,9 +119,15 @@ def _add_validation(rows: Table, sections: Sections) -> None:
 def _add_base_corpus(rows: Table, sections: Sections) -> None:
     """Add to `rows` the bits per byte of the base corpus and of its domains by stage.
 
-    They show what later stages forgot. Without later stages, only the domains are added.
+    They show what later stages forgot. Without later stages, only the domains are added. A model of
+    a published folder has a row for the corpus on which it was measured instead.
     """
-    later = [stage for stage in COLUMNS[1:] if f"{stage}_loss" in sections]
+    for stage in FROM_FOLDERS:
+        section = sections.get(f"{stage}_loss", {})
+        if section.get("val"):
+            name = f"bits per byte of {section['corpus']}"
+            rows.setdefault(name, {})[stage] = section["val"]["bits_per_byte"]
+    later = [stage for stage in PIPELINE[1:] if f"{stage}_loss" in sections]
     for stage in ("base", *later):
         section = sections.get(f"{stage}_loss", {})
         if later and section.get("val"):

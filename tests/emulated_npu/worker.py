@@ -44,6 +44,12 @@ def on_npu(chip: str = "910B3", devices: int = 2, **environment: str) -> Callabl
     return decorate
 
 
+def call_on(chip: str, function: Callable[..., None], **kwargs: Any) -> None:
+    """Call a function of a test module on a chip that the test chooses; an exception there fails the test."""
+    skip_without_compiler()
+    _worker(chip, 1, ()).call(function.__module__, function.__name__, kwargs)
+
+
 def skip_without_compiler() -> None:
     """Skip the test, with the reason, if the device cannot be compiled."""
     if why := build.missing():
@@ -176,7 +182,8 @@ def _serve(connection: Connection) -> None:
             return
         os.environ.update(environment)
         try:
-            getattr(importlib.import_module(module), name).__wrapped__(**kwargs)
+            function = getattr(importlib.import_module(module), name)
+            getattr(function, "__wrapped__", function)(**kwargs)  # a test's own body, without on_npu()
             connection.send(None)
         except BaseException:  # the edge of a process: the test gets the traceback
             connection.send(_words())

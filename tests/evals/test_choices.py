@@ -1,4 +1,4 @@
-"""Multiple choice as texts: tokens as lm-evaluation-harness splits them, three counts, records, and broken tasks."""
+"""Multiple choice as texts: tokens as lm-evaluation-harness splits them, four counts, records, and broken tasks."""
 
 from typing import Any
 
@@ -67,10 +67,12 @@ def on_folder() -> Any:
     return base_dir() / "answers"
 
 
-def test_the_three_counts_by_hand() -> None:
-    scores = [Likelihood(-4.0, 1), Likelihood(-6.0, 2), Likelihood(-9.0, 9)]
-    assert pick(scores, ("a", "abcdefghij", "猫")) == Picks(0, 1, 2)  # -4; -0.6 per byte; -1 per token
-    assert pick([Likelihood(-1.0, 1)] * 2, ("a", "b")) == Picks(0, 0, 0)
+def test_the_four_counts_by_hand() -> None:
+    scores = [Likelihood(-4.0, 1), Likelihood(-6.0, 2), Likelihood(-9.0, 9), Likelihood(-4.5, 1)]
+    choices = ("a", "abcdefgh", "a", "猫猫猫猫")
+    # -4 in total; -0.75 for each character; -0.375 for each byte; -1 for each token
+    assert pick(scores, choices) == Picks(0, 1, 3, 2)
+    assert pick([Likelihood(-1.0, 1)] * 2, ("a", "b")) == Picks(0, 0, 0, 0)
 
 
 def test_a_space_at_the_end_of_a_context_counts_to_the_choice() -> None:

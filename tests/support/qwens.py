@@ -92,7 +92,7 @@ def write_folder(folder: Path, family: str, seed: int = 1, ends: Sequence[int] =
     marks = {"<|endoftext|>": 300, "<|im_start|>": 301, "<|im_end|>": 302}
     contents: dict[str, Any] = {
         "config.json": published(model.config),
-        "model.safetensors.index.json": {"weight_map": places},
+        "model.safetensors.index.json": {"metadata": {}, "weight_map": places},
         "tokenizer.json": json.loads(bpe.huggingface_json(ranks, PATTERNS["nanochat"], marks)),
         "tokenizer_config.json": {"eos_token": "<|im_end|>"},
         "generation_config.json": {"eos_token_id": [*ends]},
