@@ -23,6 +23,14 @@ TROUBLES = (
         "默认的 TASK_QUEUE_ENABLE=2 可能抬高显存峰值，只差一点时可以改成 TASK_QUEUE_ENABLE=1",
     ),
     (
+        r"libopapi\.so|\b561103\b|Parse dynamic kernel config fail|AclOpKernelInit failed",
+        "CANN does not find the kernel of this operator: the ops (kernels) package is missing, or it is of another version "
+        "or for another chip. Install the ops package of the toolkit's version for this chip; python check_npu.py shows "
+        "both versions",
+        "CANN 找不到这个算子的内核：没装算子包（ops/kernels），或算子包的版本、芯片型号不对。请安装与 toolkit 同版本、"
+        "对应本机芯片的算子包；python check_npu.py 会列出两者的版本",
+    ),
+    (
         r"[Uu]nsupported soc version",
         "this torch_npu is older than the chip and does not know it. Install a newer one: bash setup_ascend.sh "
         "--torch-npu VERSION (for an Ascend 950 such as 2.10.0.post4 or later, with CANN 9.1)",
