@@ -247,6 +247,11 @@ def planned() -> list[Chip]:
     return [chip for platform in PLATFORMS.values() for chip in platform().chips()]
 
 
+def chips_called(name: str) -> list[Chip]:
+    """Return the kinds of cards, from all vendors, that `name` may mean."""
+    return [chip for platform in PLATFORMS.values() for chip in platform().chips_called(name)]
+
+
 def cards() -> tuple[Chip | None, int]:
     """Return the kind of this host's cards, or None if it is unknown, and how many are visible.
 

@@ -26,6 +26,7 @@ from nanochat.optim import Rates, saved_bytes
 from nanochat.planner import calibration
 from nanochat.planner.plan import batch_of, plan_of
 from nanochat.planner.work import size_of as size_of_model
+from nanochat.runtime import progress
 from nanochat.runtime.progress import amount, duration
 from nanochat.train import sizes
 from nanochat.train.fit import disk
@@ -249,7 +250,11 @@ def check_memory(cfg: Config, parameters: int, compute: Compute) -> list[str]:
     """Log the memory that training needs, and return a list with a problem if there is less."""
     memory = device.memory_total(compute)
     state = sizes.STATE_BYTES * parameters
-    values = {"least": amount(state, "B"), "parameters": parameters, "memory": amount(memory, "B")}
+    values = {
+        "least": progress.memory(state),
+        "parameters": parameters,
+        "memory": progress.memory(memory),
+    }
     log(tr("memory  at least {least} to train {parameters:,} parameters, of {memory}", **values))
     if compute.platform.has_own_memory:
         memory *= cfg.devices
