@@ -576,9 +576,18 @@ def run(
             stream.reconfigure(errors="backslashreplace")
     try:
         _run(main, config, description, old_flags)
-    except Exception as bug:  # note why this rank ends; Python prints the traceback
-        note_end(f"error: {type(bug).__name__}: {bug}")
-        raise
+    except Exception as bug:
+        complain(
+            tr(
+                "error: {kind}: {bug}. Nobody foresaw this error: the traceback above says where it "
+                "happened. Look up a code in it in docs/en/troubleshooting.md; else report the "
+                "command and the traceback",
+                kind=type(bug).__name__,
+                bug=bug,
+            ),
+            with_traceback=True,
+        )
+        sys.exit(1)
 
 
 def _run(
@@ -678,14 +687,16 @@ def _write_for_parent(variable: str, text: str) -> None:
             Path(path).write_text(text, encoding="utf-8", errors="replace")
 
 
-def complain(message: str) -> None:
-    """Print why this process ends, and pass the message to note_end().
+def complain(message: str, with_traceback: bool = False) -> None:
+    """Print why this process ends, after the traceback if asked, and pass the message to note_end().
 
     Most mistakes stop every rank. Ranks other than 0 wait first, because the launcher ends them
     once rank 0 has printed the message and exited.
     """
     _wait_for_rank_0()
     note_end(message)
+    if with_traceback:
+        traceback.print_exc()
     if rank() > 0:
         message = f"{message} (rank {rank()})"
     print(message, file=sys.stderr, flush=True)
