@@ -124,7 +124,7 @@ case $preset in smoke | tinyworld*) # their sizes, steps and evaluations suit no
 esac
 python -m nanochat.report begin --key "$key"
 if [ "$device" = cpu ]; then
-    cores=$(nproc 2>/dev/null || echo 2)
+    cores=$(python -c 'from nanochat.data.limits import cores; print(cores())')
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 4 ? 4 : cores))} # so small a model gains nothing from more threads
     export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000} # they wait awake for less than a millisecond, since steps have hundreds of short waits
 fi

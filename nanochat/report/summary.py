@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from nanochat.data import limits
 from nanochat.report.sections import COLUMNS, Sections
 
 # Training stage -> the text on which its bits per byte are measured.
@@ -36,13 +37,14 @@ def environment() -> dict[str, Any]:
     }
     now = datetime.datetime.now(datetime.timezone.utc)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = min(memory, limits.memory_limit() or memory)
     return {
         "date": f"{now:%Y-%m-%d %H:%M} UTC",
         "commit": _git(root, "rev-parse", "HEAD"),
         "changed_files": len(_git(root, "status", "--porcelain").splitlines()),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor(),
-        "cores": os.cpu_count(),
+        "cores": limits.cores(),
         "memory_gb": memory / 1e9,
         "python": platform.python_version(),
         "versions": versions,
