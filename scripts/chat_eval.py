@@ -387,6 +387,8 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
             log(str(score))
             seconds = time.monotonic() - start
             new_figures[task.name] = figures(task, score, seconds, listener.samples)
+    if scores:
+        log(f"answers: {records_dir(loaded.stage, loaded.tag, loaded.step)}")
     if compute.main and (new_figures or reported):
         save_figures(loaded, run_settings, defaults, new_figures)
     if broken:

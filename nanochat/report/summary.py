@@ -99,9 +99,13 @@ def _add_validation(rows: Table, sections: Sections) -> None:
         curve = section.get("val_bpb")
         if curve:
             rows[f"bits per byte of {text}"] = {stage: curve[-1][1]}
-    curve = sections.get("tune_train", {}).get("val_accuracy")
+    tuned = sections.get("tune_train", {})
+    curve = tuned.get("val_accuracy")
     if curve:
         rows[PREFERENCES] = {"tune": curve[-1][1]}
+    for name in ("first_loss", "last_loss"):  # also there where no rows were held out
+        if tuned.get(name) is not None:
+            rows[f"training loss, {name.removesuffix('_loss')} step"] = {"tune": tuned[name]}
 
 
 def _add_base_corpus(rows: Table, sections: Sections) -> None:
@@ -135,6 +139,9 @@ def summary(sections: Sections, costs: Costs) -> dict[str, Any]:
         figures["mental_after_rl"] = rl_tasks["mental"]["accuracy"]
     stages = costs.values()
     figures["minutes"] = sum(stage["minutes"] for stage in stages)
+    if not costs:  # stages that were typed by hand know how long they trained, and no more
+        trained = [section for name, section in sections.items() if name.endswith("_train")]
+        figures["minutes"] = sum(section.get("minutes", 0.0) for section in trained)
     figures["cpu_minutes"] = sum(stage["cpu_minutes"] for stage in stages)
     figures["memory_gb"] = max((stage["memory_gb"] for stage in stages), default=0.0)
     return figures
