@@ -576,17 +576,10 @@ def run(
             stream.reconfigure(errors="backslashreplace")
     try:
         _run(main, config, description, old_flags)
-    except Exception as bug:
-        complain(
-            tr(
-                "error: {kind}: {bug}. Nobody foresaw this error: the traceback above says where it "
-                "happened. Look up a code in it in docs/en/troubleshooting.md; else report the "
-                "command and the traceback",
-                kind=type(bug).__name__,
-                bug=bug,
-            ),
-            with_traceback=True,
-        )
+    except Exception as bug:  # nobody foresaw it
+        what = f"{type(bug).__name__}: {bug}"
+        hint = tr("error: {what}. docs/en/troubleshooting.md explains codes of errors", what=what)
+        complain(hint, details=traceback.format_exc())
         sys.exit(1)
 
 
@@ -687,19 +680,17 @@ def _write_for_parent(variable: str, text: str) -> None:
             Path(path).write_text(text, encoding="utf-8", errors="replace")
 
 
-def complain(message: str, with_traceback: bool = False) -> None:
-    """Print why this process ends, after the traceback if asked, and pass the message to note_end().
+def complain(message: str, details: str = "") -> None:
+    """Print why this process ends, after any `details`, and pass the message to note_end().
 
     Most mistakes stop every rank. Ranks other than 0 wait first, because the launcher ends them
     once rank 0 has printed the message and exited.
     """
     _wait_for_rank_0()
     note_end(message)
-    if with_traceback:
-        traceback.print_exc()
     if rank() > 0:
         message = f"{message} (rank {rank()})"
-    print(message, file=sys.stderr, flush=True)
+    print(f"{details}{message}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":  # so that shell scripts use the same folder

@@ -170,7 +170,7 @@ def chip_named(spelled: str) -> Chip:
     if len(chips) > 1:
         raise UserError(
             f"--chip={spelled} may mean {names}, which differ in speed or memory: name one of "
-            "them. `npu-smi info` on the server shows which chip it has",
+            "them. The tools of the driver show which chip a server has",
             exit_code=2,
         )
     if chips and (chips[0].tflops or not chips[0].trains):
