@@ -107,7 +107,7 @@ TROUBLES = (
         "aclnn 开头的算子名连同 python check_npu.py --json 的输出报告给我们",
     ),
     (
-        r"\b507(8|9)\d\d\b",
+        r"\b507[89]\d\d\b",
         "the driver failed: another container may hold this card, the card may have dropped out, or driver, firmware and "
         "CANN do not fit each other. Look at npu-smi info and `dmesg`, leave the card out with ASCEND_RT_VISIBLE_DEVICES, or "
         "run python check_npu.py",
