@@ -5,7 +5,7 @@
     python check_npu.py --json           the same as JSON, for programs
     python check_npu.py --bench          also measure how fast the cards are, for the planner and for bug reports
     python check_npu.py --share          print what --bench has measured, to post in an issue
-    python check_npu.py --processes      list your training processes; add --end ID... to end those that you pick
+    python check_npu.py --processes      list your training processes with user and folder; add --end ID... to end some
     python check_npu.py --lang zh        print Chinese (default: the language of the locale)
 
 The script needs only the standard library of Python 3.8 or later. The checks that need torch run in
@@ -34,9 +34,9 @@ from tools_npu import host, host_checks, lines, processes, setup  # noqa: E402
 from tools_npu.lines import FAIL, SKIP, Line  # noqa: E402
 
 DEVICE_SECONDS = 900
-HEADER = f"{'ID':>8}  {'running':>11}  {'cards':<12} {'memory':>9}  command"
+HEADER = f"{'ID':>8}  {'running':>11}  {'cards':<12} {'memory':>9}  {'user':<10}  command"
 # A Chinese character is two columns wide.
-HEADER_ZH = "  进程号       已运行  占用的卡          显存  命令"
+HEADER_ZH = "  进程号       已运行  占用的卡          显存  用户        命令"
 
 
 def python_with_torch() -> str:
@@ -194,12 +194,12 @@ def show_processes(pids: Sequence[int], force: bool, language: str) -> int:
     for process in own_processes:
         cards = ",".join(process.cards) or "-"
         usage = f"{cards:<12} {process.used_mb:>6} MB"
-        print(f"{process.pid:>8}  {process.minutes:7.1f} min  {usage}  {process.command[:100]}")
+        time_and_usage = f"{process.minutes:7.1f} min  {usage}"
+        print(f"{process.pid:>8}  {time_and_usage}  {process.user:<10}  {process.command[:100]}")
     if not pids and own_processes:
+        show_endings(own_processes, zh)
         if sys.stdin.isatty():
             pids = ask_for_pids(zh)
-        else:
-            show_endings(own_processes, zh)
     return 0 if processes.end(pids, own_processes, force) else 1
 
 
@@ -213,15 +213,16 @@ def ask_for_pids(zh: bool) -> list[int]:
 
 
 def show_endings(listed: Sequence[processes.Process], zh: bool) -> None:
-    """Print, for each job, the command that ends it."""
+    """Print, for each job, its user and folder, and the command that ends it."""
     for job in sorted({process.job for process in listed}):
-        command = next(process.command for process in listed if process.pid == job)[:60]
+        first = next(process for process in listed if process.pid == job)
+        command = f"{first.user}, {first.folder}: {first.command[:60]}"
         ids = " ".join(str(process.pid) for process in listed if process.job == job)
         ending = f"python check_npu.py --processes --end {ids}"
         if zh:
-            print(f"要结束这一个任务（{command}）：{ending}")
+            print(f"只结束这个任务（{command}）：{ending}")
         else:
-            print(f"to end this job alone ({command}): {ending}")
+            print(f"to end only the job of {command}: {ending}")
 
 
 def share(python: str, language: str) -> int:

@@ -374,12 +374,14 @@ setup_main() {
         esac
         shift
     done
-    if [ "${NANOCHAT_DEVICE:-}" = npu ] || compgen -G '/dev/davinci[0-9]*' >/dev/null; then TORCH=0; fi
+    if [ "${NANOCHAT_DEVICE:-}" = npu ] || compgen -G "${ASCEND_ROOT_PREFIX:-}/dev/davinci[0-9]*" >/dev/null; then TORCH=0; fi
     keep_parts
     if is_whole; then return; fi
     if command -v flock >/dev/null; then
         exec 9>"$SETUP_ROOT/.venv.lock"
-        if ! flock -n 9; then
+        if flock -n 9 2>/dev/null; then
+            : # this set-up is alone
+        elif [ $? -eq 1 ]; then # another code: the file system has no locks
             say "waiting for another set-up in this folder to end"
             flock 9
         fi

@@ -14,6 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 source setup_env.sh
 source runs/sizes.sh
 
+words=("$@")
 preset=auto
 data=auto
 family=gpt
@@ -51,6 +52,13 @@ case $family in gpt | qwen3) ;; *)
     ;;
 esac
 
+# speedrun_npu.sh sets NPUs up; it sets NANOCHAT_DEVICE, or `speedrun_npu` where it finds no NPU to use.
+if [ -z "${NANOCHAT_DEVICE:-}${speedrun_npu:-}" ] && compgen -G "${ASCEND_ROOT_PREFIX:-}/dev/davinci[0-9]*" >/dev/null; then
+    echo "speedrun: this host has NPUs, so speedrun_npu.sh runs instead; NANOCHAT_DEVICE=cpu trains on the CPU"
+    echo "speedrun：本机有 NPU，改为运行 speedrun_npu.sh；想用 CPU 训练：NANOCHAT_DEVICE=cpu"
+    exec bash speedrun_npu.sh "${words[@]}"
+fi
+
 # shellcheck disable=SC2119  # setup_env must not get the flags of this script
 setup_env
 export OMP_WAIT_POLICY=PASSIVE # threads that wait long must not spin on cores that other processes need
@@ -84,9 +92,14 @@ fi
 
 # Only one run at a time: after a killed shell, its last stage may still be running.
 exec 9>>"$base/.speedrun.lock"
-if ! flock -n 9; then
+code=0
+flock -n 9 2>/dev/null || code=$?
+if [ $code -eq 1 ]; then
     echo "Another speedrun, or the last stage of a stopped one, is still running in $base; waiting for it to end ..."
     flock 9
+elif [ $code -ne 0 ]; then # no program flock, or a file system without locks (Lustre, some NFS)
+    echo "warning: $base cannot be locked (flock ended with code $code), so do not start a second speedrun there while this one runs" >&2
+    echo "警告：无法给 $base 加锁（flock 退出码 $code），运行期间不要在同一目录再启动 speedrun" >&2
 fi
 
 # --- what to train ---------------------------------------------------------------------------------
@@ -124,7 +137,7 @@ case $preset in smoke | tinyworld*) # their sizes, steps and evaluations suit no
 esac
 python -m nanochat.report begin --key "$key"
 if [ "$device" = cpu ]; then
-    cores=$(nproc 2>/dev/null || echo 2)
+    cores=$(python -c 'from nanochat.data.limits import cores; print(cores())')
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 4 ? 4 : cores))} # so small a model gains nothing from more threads
     export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000} # they wait awake for less than a millisecond, since steps have hundreds of short waits
 fi
@@ -174,7 +187,7 @@ train() { # NAME MODULE FLAGS...: run a training stage, which saves checkpoints 
 preflight() { # FLAGS...: stop now if a later stage would lack data, disk or memory
     echo
     echo "== preflight"
-    python -m scripts.preflight --data "$data" --devices "$devices" --model_tag "$tag" "$@"
+    python -m scripts.preflight --data "$data" --devices "$devices" --model_tag "$tag" "${family_flags[@]}" "$@"
 }
 
 tokenizer_flags=() family_flags=() of_family=

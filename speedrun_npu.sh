@@ -26,6 +26,7 @@ done
 run_speedrun() { # REASON, 中文: run speedrun.sh on another device
     echo "speedrun_npu: $1; running speedrun.sh instead"
     echo "speedrun_npu：$2；改为运行 speedrun.sh"
+    export speedrun_npu=1 # so that speedrun.sh does not come back
     exec bash speedrun.sh "${flags[@]}"
 }
 

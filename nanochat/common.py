@@ -576,9 +576,11 @@ def run(
             stream.reconfigure(errors="backslashreplace")
     try:
         _run(main, config, description, old_flags)
-    except Exception as bug:  # note why this rank ends; Python prints the traceback
-        note_end(f"error: {type(bug).__name__}: {bug}")
-        raise
+    except Exception as bug:  # nobody foresaw it
+        what = f"{type(bug).__name__}: {bug}"
+        hint = tr("error: {what}. docs/en/troubleshooting.md explains codes of errors", what=what)
+        complain(hint, details=traceback.format_exc())
+        sys.exit(1)
 
 
 def _run(
@@ -678,8 +680,8 @@ def _write_for_parent(variable: str, text: str) -> None:
             Path(path).write_text(text, encoding="utf-8", errors="replace")
 
 
-def complain(message: str) -> None:
-    """Print why this process ends, and pass the message to note_end().
+def complain(message: str, details: str = "") -> None:
+    """Print why this process ends, after any `details`, and pass the message to note_end().
 
     Most mistakes stop every rank. Ranks other than 0 wait first, because the launcher ends them
     once rank 0 has printed the message and exited.
@@ -688,7 +690,7 @@ def complain(message: str) -> None:
     note_end(message)
     if rank() > 0:
         message = f"{message} (rank {rank()})"
-    print(message, file=sys.stderr, flush=True)
+    print(f"{details}{message}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":  # so that shell scripts use the same folder

@@ -3,7 +3,8 @@
 Every higher layer asks this module instead of naming a vendor.
 
 At import `device_type`, `backend` and `reason` are chosen (npu > cuda > cpu, unless NANOCHAT_DEVICE
-names one), but nothing is initialised; compute_init() does that. The differences between devices
+names one), but nothing is initialised; compute_init() does that. If NANOCHAT_DEVICE names a device
+that cannot be used, the three are empty, and the first use raises the reason. The differences between devices
 are in nanochat/platforms/, which has one Platform class for each.
 """
 
@@ -91,11 +92,23 @@ def choose(requested: str | None) -> tuple[str, str, str]:
     raise AssertionError("the CPU is always there")
 
 
+_refusal: UserError | None = None
 try:
     device_type, backend, reason = choose(os.environ.get("NANOCHAT_DEVICE"))
-except UserError as _mistake:  # at import, before common.run() could print it
-    complain(f"error: {_mistake} (NANOCHAT_DEVICE)")
-    sys.exit(_mistake.exit_code)
+except UserError as _mistake:  # raised at the first use, because an import must not end a program
+    device_type = backend = reason = ""
+    _refusal = UserError(f"{_mistake} (NANOCHAT_DEVICE)", _mistake.exit_code)
+
+
+def chosen() -> tuple[str, str, str]:
+    """Return (device type, backend, reason) as chosen at import.
+
+    Raises UserError if NANOCHAT_DEVICE names a device that is unknown (exit code 2) or cannot be
+    used.
+    """
+    if _refusal is not None and not device_type:
+        raise _refusal
+    return device_type, backend, reason
 
 
 def check_idle_cards(chosen: str) -> None:
@@ -182,7 +195,7 @@ def compute_init(requested: str | None = None, kernels: str = "auto") -> Compute
     `kernels` cannot be used, if the CPU was chosen only because this host's cards cannot be used,
     or if the launcher's variables are incomplete or invalid, or name a port that is taken.
     """
-    name, collectives, why = choose(requested) if requested else (device_type, backend, reason)
+    name, collectives, why = choose(requested) if requested else chosen()
     if not requested:
         check_idle_cards(name)
     place = host.read_ranks(met=dist.is_initialized())
@@ -247,12 +260,17 @@ def planned() -> list[Chip]:
     return [chip for platform in PLATFORMS.values() for chip in platform().chips()]
 
 
+def chips_called(name: str) -> list[Chip]:
+    """Return the kinds of cards, from all vendors, that `name` may mean."""
+    return [chip for platform in PLATFORMS.values() for chip in platform().chips_called(name)]
+
+
 def cards() -> tuple[Chip | None, int]:
     """Return the kind of this host's cards, or None if it is unknown, and how many are visible.
 
     Returns (None, 0) if the planner knows no cards of this vendor.
     """
-    platform = PLATFORMS[device_type]()
+    platform = PLATFORMS[chosen()[0]]()
     return (platform.chip, platform.count()) if platform.chips() else (None, 0)
 
 
@@ -439,13 +457,14 @@ def compiler_missing(compute: Compute) -> str:
 # --matmul that presets of a GPT ask for.
 if __name__ == "__main__":
     try:
-        check_idle_cards(device_type)
-        _platform = PLATFORMS[device_type]()
+        _name = chosen()[0]
+        check_idle_cards(_name)
+        _platform = PLATFORMS[_name]()
         _dtype_chosen = _dtype(_platform)[0]
         _format = dtype_name(_dtype_chosen)
         _speed = "slow" if _platform.is_slow() else "fast"
         _matmul = _platform.preset_matmul(_dtype_chosen)
-        print(device_type, _format, _platform.count(), _speed, _matmul)
+        print(_name, _format, _platform.count(), _speed, _matmul)
     except UserError as _mistake:
         complain(f"error: {_mistake}")
         sys.exit(_mistake.exit_code)

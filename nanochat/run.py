@@ -50,7 +50,7 @@ from nanochat.meter import Meter, SaveClock, due, listed, step_line, step_note
 from nanochat.model import Model
 from nanochat.optim import Optimizers
 from nanochat.platforms.operations import Matmul
-from nanochat.runtime import fingerprint, graphs, parallel, signals
+from nanochat.runtime import fingerprint, graphs, next_commands, parallel, signals
 from nanochat.runtime.progress import Progress, duration
 from nanochat.runtime.samples import forget_samples
 from nanochat.runtime.trackers.jsonl import describe_run
@@ -602,6 +602,8 @@ class Run:
             report.training_section(folder.stage, folder.tag, folder.path, settings, where)
         note = "" if is_complete else f" (stopped at step {self.step}; {self._how_to_resume()})"
         log(f"checkpoints: {folder.path}{note}")
+        if is_complete and not self._cut:
+            next_commands.show(folder.stage, folder.tag)
 
     def _how_to_resume(self) -> str:
         left_out = [] if self.compute.pulse.stop_reason else ["--stop_at"]

@@ -8,7 +8,6 @@ chooses the library that learns and applies the merges.
 import base64
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 from nanochat.common import UserError, base_dir, read_json, tr, write_atomic, write_json
 from nanochat.data import bpe
 from nanochat.data.conversation import Conversation, Message, user
+from nanochat.data.limits import cores
 
 # The patterns that cut text into pieces before merging. A pattern added here is accepted by
 # `--pattern NAME`. It must match every character of any text, which a test checks.
@@ -393,12 +393,6 @@ class Tokenizer:
 
         The chat templates of published models can.
         """
-
-
-def cores() -> int:
-    """Return how many CPU cores this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -48,7 +48,7 @@ export NANOCHAT_DEVICE=cpu
 prepare
 choose_matmul
 devices=1 # so small a model gains nothing from more processes
-cores=$(nproc 2>/dev/null || echo 2)
+cores=$(python -c 'from nanochat.data.limits import cores; print(cores())')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 4 ? 4 : cores))}
 echo
 echo "== what the run needs: $data, files in $base"

@@ -246,6 +246,8 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
             ),
             exit_code=2,
         )
+    if scores or core is not None:
+        log(f"answers: {records_dir(loaded.stage, loaded.tag, loaded.step)}")
     section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step, "core": None, "val": None}
     if core is not None and core.core is not None:
         section["core"] = {"core": core.core, "tasks": [asdict(task) for task in core.tasks]}

@@ -452,6 +452,8 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score | ChoiceScore]:
                 raise
             warn(tr("{name} is left out: {why}", name=task.name, why=why))
             broken.append(task.name)
+    if scores:
+        log(f"answers: {records_dir(loaded.stage, loaded.tag, loaded.step)}")
     if compute.main and (new_figures or reported):
         save_figures(loaded, run_settings, defaults, new_figures)
     if broken:

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from nanochat import device
+from nanochat.checkpoint_manager.families import on_meta
 from nanochat.checkpoint_manager.files import latest_step, read_meta
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError, base_dir, log, run, tr
@@ -20,12 +19,13 @@ from nanochat.data.shards import shard_paths
 from nanochat.data.sources.published import SOURCES, Source
 from nanochat.device import Compute
 from nanochat.evals.core import find_bundle
-from nanochat.gpt import GPT
 from nanochat.meter import expected_seconds
+from nanochat.model import Model
 from nanochat.optim import Rates, saved_bytes
 from nanochat.planner import calibration
 from nanochat.planner.plan import batch_of, plan_of
 from nanochat.planner.work import size_of as size_of_model
+from nanochat.runtime import progress
 from nanochat.runtime.progress import amount, duration
 from nanochat.train import sizes
 from nanochat.train.fit import disk
@@ -45,6 +45,8 @@ class Config:
     shards: int = 0
     """Training shards that the run downloads of each published corpus in --data.
     Default: 0, for corpora that are already here."""
+    family: sizes.Kind = "gpt"
+    """Kind of model that the run trains, as base_train's --family."""
     depth: int = 20
     """Number of layers of the model."""
     model_dim: int | Auto = "auto"
@@ -156,14 +158,14 @@ def still_to_write(cfg: Config, checkpoint: float, downloads: bool = True) -> fl
     return sum(max(size - written.get(part, 0), 0) for part, size in parts.items())
 
 
-def seconds_of(cfg: Config, model: GPT, tokens: float, compute: Compute) -> float:
+def seconds_of(cfg: Config, model: Model, tokens: float, compute: Compute) -> float:
     """Return an estimate of how many seconds pretraining will take.
 
     This is the planner's prediction if the planner knows the card and the model's shape. Otherwise,
     it follows from the usual share of the peak FLOP/s.
     """
     chip = compute.platform.chip
-    if chip is not None and chip.trains:
+    if chip is not None and chip.trains and cfg.family == "gpt":
         size = size_of_model(cfg.depth, cfg.vocab_size)
         rates, _ = calibration.rates_for(chip, calibration.read(calibration.path_of()))
         plan = plan_of(size, chip, cfg.devices, batch_of(size, cfg.devices), rates)
@@ -203,9 +205,9 @@ def check(cfg: Config, compute: Compute) -> None:
         cfg.vocab_size,
         cfg.data,
         compute,
+        cfg.family,
     )
-    with torch.device("meta"):
-        model = GPT(shape)
+    model = on_meta(shape, compute)
 
     places = dict(data_of(cfg))
     problems = check_data(cfg, places)
@@ -249,7 +251,11 @@ def check_memory(cfg: Config, parameters: int, compute: Compute) -> list[str]:
     """Log the memory that training needs, and return a list with a problem if there is less."""
     memory = device.memory_total(compute)
     state = sizes.STATE_BYTES * parameters
-    values = {"least": amount(state, "B"), "parameters": parameters, "memory": amount(memory, "B")}
+    values = {
+        "least": progress.memory(state),
+        "parameters": parameters,
+        "memory": progress.memory(memory),
+    }
     log(tr("memory  at least {least} to train {parameters:,} parameters, of {memory}", **values))
     if compute.platform.has_own_memory:
         memory *= cfg.devices
@@ -263,7 +269,7 @@ def check_memory(cfg: Config, parameters: int, compute: Compute) -> list[str]:
     ]
 
 
-def log_time(cfg: Config, model: GPT, compute: Compute) -> None:
+def log_time(cfg: Config, model: Model, compute: Compute) -> None:
     """Log how long pretraining will take."""
     tokens = cfg.tokens or 12 * model.parameter_counts()["scaling"]
     seconds = seconds_of(cfg, model, tokens, compute)

@@ -78,10 +78,13 @@ def test_the_environment_chooses_at_import(monkeypatch: pytest.MonkeyPatch, caps
     module = imported()
     assert (module["device_type"], module["backend"], module["reason"]) == ("cpu", "gloo", "asked for")
     monkeypatch.setenv("NANOCHAT_DEVICE", "gpu")
-    with pytest.raises(SystemExit) as ended:
-        imported()
-    assert ended.value.code == 2
-    assert "one of npu, cuda, cpu, got 'gpu' (NANOCHAT_DEVICE)" in capsys.readouterr().err
+    module = imported()  # ends nothing
+    for use in (module["chosen"], module["cards"], module["compute_init"]):
+        with pytest.raises(UserError, match=r"one of npu, cuda, cpu, got 'gpu' \(NANOCHAT_DEVICE\)") as refused:
+            use()
+        assert refused.value.exit_code == 2
+    assert capsys.readouterr().err == ""
+    assert module["compute_init"]("cpu").device_type == "cpu"  # a flag names another one
 
 
 def test_cards_that_cannot_be_used_are_refused_unless_the_cpu_was_asked_for(

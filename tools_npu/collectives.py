@@ -1,6 +1,6 @@
 """Runs one rank of the check of the collectives, and prints its results as JSON.
 
-python -m tools_npu.collectives RANK RANKS PORT MEGABYTES
+python -m tools_npu.collectives RANK RANKS PORT MEGABYTES DTYPE
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
-def wrong_collectives(rank: int, ranks: int) -> list[str]:
-    """Run every collective of training on known inputs, and return the names of the wrong ones."""
+def wrong_collectives(rank: int, ranks: int, dtype: torch.dtype) -> list[str]:
+    """Run every collective of training on known inputs, and return the names of the wrong ones.
+
+    `dtype` is the number format of training, in which gradients may be averaged.
+    """
     import torch
     import torch.distributed as dist
 
@@ -38,7 +41,7 @@ def wrong_collectives(rank: int, ranks: int) -> list[str]:
     dist.all_reduce(x)
     compare("all_reduce", x, sum_of_ranks)
 
-    x = torch.full((8,), rank + 1.0, device=device, dtype=torch.float16)
+    x = torch.full((8,), rank + 1.0, device=device, dtype=dtype)
     dist.all_reduce(x, op=dist.ReduceOp.AVG)  # HCCL has no AVG: torch_npu sums, then divides
     compare("all_reduce average", x, sum_of_ranks / ranks)
 
@@ -94,6 +97,7 @@ def bandwidth(rank: int, ranks: int, megabytes: int) -> float:
 def main() -> None:
     """Join the process group as one rank, run the collectives, and print the results."""
     rank, ranks, port, megabytes = map(int, sys.argv[1:5])
+    dtype_name = sys.argv[5]
     import torch
     import torch.distributed as dist
     import torch_npu  # noqa: F401 - the import defines torch.npu
@@ -103,7 +107,7 @@ def main() -> None:
         "hccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
     )
     try:
-        wrong = wrong_collectives(rank, ranks)
+        wrong = wrong_collectives(rank, ranks, getattr(torch, dtype_name))
         speed = bandwidth(rank, ranks, megabytes)
         print(json.dumps({"wrong": wrong, "gb_per_s": speed}), flush=True)
     finally:

@@ -21,7 +21,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from tools_npu import bench as benchmark
-from tools_npu import versions
+from tools_npu import host, versions
 from tools_npu.lines import FAIL, PASS, SKIP, WARN, Line
 
 HCCL_SECONDS = 240
@@ -34,6 +34,10 @@ UPDATE = (
 PLAIN_KERNELS = (
     "bash setup_ascend.sh --fix; if it still fails, set NANOCHAT_KERNELS=plain for now",
     "bash setup_ascend.sh --fix；如果仍然失败，可以先设 NANOCHAT_KERNELS=plain",
+)
+SPARE = (
+    "nothing: training on this chip does not use this number format",
+    "不用处理：在这种芯片上训练用不到这种数据格式",
 )
 CHECK_PORTS = (
     "source setup_ascend.sh; then check the ports, HCCL_IF_IP and HCCL_SOCKET_IFNAME",
@@ -251,7 +255,8 @@ def open_card(out: Output) -> int:
     if in_use:
         in_use_zh = ascend_errors.in_use(0, free, memory, "zh")
         remedy = "python check_npu.py --processes"
-        out.line(Line("npu:0 memory", WARN, in_use, in_use_zh, remedy))
+        full = free < (1 - host.BUSY) * memory
+        out.line(Line("npu:0 memory", FAIL if full else WARN, in_use, in_use_zh, remedy))
     return count
 
 
@@ -265,6 +270,7 @@ class Numeric(NamedTuple):
     error: Callable[[], float]  # runs the operation, and returns its error
     dtype: Any  # the number format, whose tolerance limits the error
     skip: tuple[str, str] = ("", "")  # why this chip skips the check, in English and Chinese
+    spare: bool = False  # training on this chip does not use the operation
 
 
 def numerics(chip: Any, dtype: Any) -> list[Numeric]:
@@ -285,7 +291,13 @@ def numerics(chip: Any, dtype: Any) -> list[Numeric]:
         bf16 = (f"the {chip.name} has no bf16", f"{chip.name} 不支持 bf16")
     return [
         Numeric("pinned copy", check.there_and_back, torch.float32),
-        Numeric("matmul float16", lambda: check.matmul(torch.float16), torch.float16, training),
+        Numeric(
+            "matmul float16",
+            lambda: check.matmul(torch.float16),
+            torch.float16,
+            training,
+            spare=dtype != torch.float16,
+        ),
         Numeric("matmul bfloat16", lambda: check.matmul(torch.bfloat16), torch.bfloat16, bf16),
         Numeric(f"stacked matmul {short}", lambda: check.stacked_matmul(dtype), dtype),
         Numeric(f"attention causal {short}", lambda: check.attend(dtype, 255), dtype, training),
@@ -318,7 +330,12 @@ def check_numerics(out: Output, chip: Any, dtype: Any) -> None:
         except Exception as failure:  # one operation that fails must not hide the others
             traceback.print_exc()
             message = f"{type(failure).__name__}: {first_line(failure)}"
-            out.line(Line(check.name, FAIL, message, message, PLAIN_KERNELS))
+            if check.spare:
+                out.line(Line(check.name, WARN, message, message, SPARE))
+                continue
+            meaning = explanation(str(failure))
+            remedy = meaning if meaning[0] else PLAIN_KERNELS
+            out.line(Line(check.name, FAIL, message, message, remedy))
             continue
         limit = TOLERANCE[check.dtype]
         out.line(
@@ -411,8 +428,8 @@ class RankResult(NamedTuple):
     errors: str
 
 
-def check_collectives(out: Output, ranks: int, megabytes: int) -> float | None:
-    """Check each HCCL collective over all visible cards.
+def check_collectives(out: Output, ranks: int, megabytes: int, dtype: Any) -> float | None:
+    """Check each HCCL collective over all visible cards, averages in the number format `dtype`.
 
     Returns the GB/s of all_reduce, or None if there is one card or a result is wrong.
     """
@@ -429,10 +446,11 @@ def check_collectives(out: Output, ranks: int, megabytes: int) -> float | None:
         env.pop(name, None)
     command = [sys.executable, "-m", "tools_npu.collectives"]
     port = str(free_port())
+    short = str(dtype).removeprefix("torch.")
     processes = []
     for rank in range(ranks):
         process = subprocess.Popen(
-            [*command, str(rank), str(ranks), port, str(megabytes)],
+            [*command, str(rank), str(ranks), port, str(megabytes), short],
             env=env,
             text=True,
             stdout=subprocess.PIPE,
@@ -534,7 +552,7 @@ def check_card(out: Output, count: int, cann: str, bench: bool) -> None:
                 "规划器只规划训练，而这是推理卡",
             )
         )
-    link = check_collectives(out, count, 256 if bench else 16)
+    link = check_collectives(out, count, 256 if bench else 16, dtype)
     if figures:
         name = chip.name if chip else f"SoC {soc}"
         out.begin("bench file")

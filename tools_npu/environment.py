@@ -119,6 +119,17 @@ def _allocator(environment: Mapping[str, str], torch_npu: str) -> list[Finding]:
                     f"export {name}=expandable_segments:True",
                 )
             )
+        elif conflicting:
+            findings.append(
+                Finding(
+                    "WARN",
+                    name,
+                    f"{name}={value} takes the place of expandable_segments:True, which wastes less "
+                    "memory",
+                    f"{name}={value} 会取代更省显存的 expandable_segments:True",
+                    f"export {name}=expandable_segments:True",
+                )
+            )
     # Every release reads the older name.
     torch_name, npu_name = ALLOCATOR_VARIABLES
     if names == [torch_name] and torch_npu and allocator_variable(torch_npu) == npu_name:

@@ -20,6 +20,8 @@ MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
 # Subfolders of Ascend/ that hold set_env.sh, the newest layout first.
 LAYOUTS = ("cann", "ascend-toolkit", "nnae", "latest")
 SMI_SECONDS = 30
+IN_USE = 0.2  # the share of a card's memory that is taken where another process uses the card
+BUSY = 0.5  # the same where too little memory is left to train
 
 
 class Cann(NamedTuple):
@@ -82,6 +84,28 @@ def cann_version(home: Path) -> str:
         if match:
             return match[1]
     return ""
+
+
+def ops_version(home: Path) -> str | None:
+    """Return the version of the ops (kernels) package in a CANN, or None if there is no package.
+
+    The version is "" if the kernels are there and no file names their version. Up to CANN 8.3 the
+    package is one folder, opp_kernel; later it is one folder for each group of operators.
+    """
+    files = [home / "opp_kernel/version.info"]
+    files += sorted(home.glob("share/info/ops_*/version.info"))
+    for file in files:
+        # version_dir has the form of the toolkit's version, and Version is that of the build.
+        version = first_value(file, "version_dir") or first_value(file, "Version")
+        if version:
+            return version
+    for name in ("version.cfg", "share/version.cfg"):
+        pattern = r"opp_kernel_running_version=\[[^\]:]*:([^\]]+)\]"
+        match = re.search(pattern, read_text(home / name))
+        if match:
+            return match[1]
+    kernels = home.glob("opp/built-in/op_impl/ai_core/tbe/kernel/ascend*")
+    return "" if any(kernels) else None
 
 
 def home_of(set_env: Path) -> Path:

@@ -145,6 +145,7 @@ def driver_and_cann(inventory: setup.Inventory, env: Mapping[str, str]) -> Itera
             f"{cann.version}，位于 {cann.home}",
             data={"version": cann.version, "home": cann.home},
         )
+    yield ops_package(cann)
     if setup.is_sourced(cann, env):
         yield Line("variables of CANN", PASS, "set in this shell", "当前 shell 中已设置")
     else:
@@ -155,6 +156,38 @@ def driver_and_cann(inventory: setup.Inventory, env: Mapping[str, str]) -> Itera
             "当前 shell 中没有设置；本检查按 setup_ascend.sh 的设置运行",
             "source setup_ascend.sh",
         )
+
+
+def ops_package(cann: host.Cann) -> Line:
+    """Check that the ops (kernels) package is there and has the version of the toolkit."""
+    ops = host.ops_version(Path(cann.home))
+    remedy = (
+        f"install the ops (kernels) package {cann.version or 'of the same version'} for your chip: "
+        "Ascend-cann-kernels-CHIP or Ascend-cann-CHIP-ops, into the same folder as the toolkit",
+        f"安装与 toolkit 同版本（{cann.version or '未知'}）、对应本机芯片的算子包："
+        "Ascend-cann-kernels-芯片 或 Ascend-cann-芯片-ops，装到 toolkit 所在的目录",
+    )
+    if ops is None:
+        return Line(
+            "ops package",
+            WARN,
+            f"no ops (kernels) package was found in {cann.home}; without one every operator fails",
+            f"在 {cann.home} 里没有找到算子包（ops/kernels）；没有它，所有算子都会报错",
+            remedy,
+        )
+    key = versions.cann_key(ops)
+    toolkit_key = versions.cann_key(cann.version)
+    if not key or not toolkit_key or key == toolkit_key:
+        version = ops or "?"
+        return Line("ops package", PASS, version, version, data={"version": ops})
+    return Line(
+        "ops package",
+        FAIL if key[:2] != toolkit_key[:2] else WARN,
+        f"the ops (kernels) package is {ops}, but the toolkit is {cann.version}",
+        f"算子包（ops/kernels）是 {ops}，而 toolkit 是 {cann.version}",
+        remedy,
+        {"version": ops},
+    )
 
 
 def permissions(inventory: setup.Inventory, env: Mapping[str, str]) -> Iterator[Line]:
@@ -231,17 +264,23 @@ def smi(env: Mapping[str, str], has_cards: bool) -> Iterator[Line]:
         return
     names = sorted({card.name for card in info.cards})
     memory = info.cards[0].total_mb // 1024
-    finding = f"{info.version}: {len(info.cards)} x {', '.join(names)}, {memory} GB"
+    finding = f"{info.version}: {len(info.cards)} x {', '.join(names)}, {memory} GiB"
     data = {"version": info.version, "cards": [card._asdict() for card in info.cards]}
     yield Line("npu-smi", PASS, finding, finding, data=data)
     chips = Counter(card.npu for card in info.cards)
-    for card in info.cards:
+    visible, _ = host.visible_cards(env, len(info.cards))
+    usable = [
+        str(number)
+        for number, card in enumerate(info.cards)
+        if card.health == "OK" and card.used_mb <= host.IN_USE * card.total_mb
+    ]
+    for number, card in enumerate(info.cards):
         name = f"card {card.npu}"
         if chips[card.npu] > 1:
             name += f".{card.chip}"
         on_card = [holder for holder in info.holders if holder.npu == card.npu]
         holders = [holder for holder in on_card if holder.chip in (None, card.chip)]
-        yield from card_state(name, card, holders)
+        yield from card_state(name, card, holders, number in visible, ",".join(usable))
     if len(info.cards) > 1:
         yield topology(env)
         if any(re.match("(Ascend)?950", name) for name in names):
@@ -302,31 +341,46 @@ def card_state(
     name: str,
     card: host.Card,
     holders: Sequence[host.Holder],
+    visible: bool,
+    usable_cards: str,
 ) -> Iterator[Line]:
-    """Yield a FAIL if a chip is unhealthy and a WARN if it is in use or hot, otherwise nothing."""
+    """Yield a FAIL if a chip is unhealthy or full, a WARN if it is in use or hot, else nothing.
+
+    A chip that ASCEND_RT_VISIBLE_DEVICES leaves out (`visible` is False) fails nothing.
+    `usable_cards` is the list of the healthy and free cards, as that variable takes it.
+    """
+    others = f"export ASCEND_RT_VISIBLE_DEVICES={usable_cards}" if usable_cards else ""
     if card.health != "OK":
         yield Line(
             name,
-            FAIL,
+            FAIL if visible else WARN,
             f"health {card.health} ({card.bus})",
             f"健康状态 {card.health}（{card.bus}）",
             (
-                f"npu-smi info -t health -i {card.npu}; exclude the card with "
-                "ASCEND_RT_VISIBLE_DEVICES",
-                f"npu-smi info -t health -i {card.npu}；用 ASCEND_RT_VISIBLE_DEVICES 避开这张卡",
+                f"npu-smi info -t health -i {card.npu}; leave the card out: "
+                f"{others or 'no other card is healthy and free'}",
+                f"npu-smi info -t health -i {card.npu}；避开这张卡：{others or '没有别的空闲卡'}",
             ),
         )
-    if card.used_mb > 0.2 * card.total_mb:
+    if card.used_mb > host.IN_USE * card.total_mb:
         processes = [f"{holder.pid} {holder.name} {holder.used_mb} MB" for holder in holders]
         users = ", ".join(processes).replace("  ", " ")
         used = f"{card.used_mb} of {card.total_mb} MB, AICore {card.aicore} %"
-        used_zh = f"{card.used_mb}/{card.total_mb} MB，AICore {card.aicore}%"
+        used_zh = f"显存 {card.used_mb}/{card.total_mb} MB，AICore {card.aicore}%"
+        full = visible and card.used_mb > host.BUSY * card.total_mb
+        processes_command = "python check_npu.py --processes"
+        remedy: str | tuple[str, str] = processes_command
+        if others:
+            remedy = (
+                f"{processes_command}; or use the free cards: {others}",
+                f"{processes_command}；或改用空闲的卡：{others}",
+            )
         yield Line(
             name,
-            WARN,
+            FAIL if full else WARN,
             f"in use: {used}; {users or 'process unknown'}",
             f"已被占用：{used_zh}；{users or '占用者未知'}",
-            "python check_npu.py --processes",
+            remedy,
             {"used_mb": sum(holder.used_mb for holder in holders)},
         )
     if card.celsius >= 85:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import signal
 import time
@@ -25,6 +26,8 @@ class Process(NamedTuple):
     cards: tuple[str, ...]  # names of the card files that the process has open
     used_mb: int  # memory that the process holds on cards; 0 if npu-smi does not report it
     command: str
+    user: str = ""  # who logged in to start the process, or else its owner
+    folder: str = ""  # the folder in which the process works
     job: int = 0  # the id of the first process of its job: a launcher and its ranks are one job
 
 
@@ -92,7 +95,17 @@ def list_own(
         if cards or pid in used_mb or TRAINING.search(command):
             command_line = " ".join(command.rstrip("\x00").split("\x00"))
             minutes = started_minutes_ago(folder)
-            processes.append(Process(pid, minutes, cards, used_mb.get(pid, 0), command_line))
+            processes.append(
+                Process(
+                    pid,
+                    minutes,
+                    cards,
+                    used_mb.get(pid, 0),
+                    command_line,
+                    user_of(folder),
+                    working_folder(folder),
+                )
+            )
     pids = {process.pid for process in processes}
     with_jobs = []
     for process in processes:
@@ -100,6 +113,31 @@ def list_own(
         job = listed_ancestry[-1] if listed_ancestry else process.pid
         with_jobs.append(process._replace(job=job))
     return sorted(with_jobs)
+
+
+def user_of(folder: Path) -> str:
+    """Return the name of the user who logged in to start a process, or else of its owner.
+
+    Where everybody works as root, the name of the login tells whose process it is.
+    """
+    login = read_bytes(folder / "loginuid").decode("utf-8", "replace").strip()
+    try:
+        # The kernel writes 2**32 - 1 for a process that no login started.
+        user_id = int(login) if login.isdigit() and int(login) < 2**32 - 1 else folder.stat().st_uid
+    except OSError:  # the process has ended
+        return "?"
+    try:
+        return pwd.getpwuid(user_id).pw_name
+    except KeyError:
+        return str(user_id)
+
+
+def working_folder(folder: Path) -> str:
+    """Return the folder in which a process works, or "?" if it cannot be read."""
+    try:
+        return os.readlink(str(folder / "cwd"))
+    except OSError:
+        return "?"
 
 
 def belongs_to_user(folder: Path) -> bool:

@@ -404,6 +404,11 @@ def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     lines = environment.changes(env, job_environment(inventory, torch_npu, env, options.fix))
     if options.env_file:
         Path(options.env_file).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if options.fix and (options.env_file or options.dry_run):
+        report_repairs(
+            job_environment(inventory, torch_npu, env, fix=False),
+            job_environment(inventory, torch_npu, env, fix=True),
+        )
     if options.dry_run:
         print("\n".join(lines))
     if not (options.fix and options.env_file):
@@ -411,6 +416,22 @@ def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
         for finding in environment.lint(unfixed, torch_npu):
             say(*environment.advice(finding, options.fix), mark="warning")
     return finish(options)
+
+
+def report_repairs(unfixed: Mapping[str, str], fixed: Mapping[str, str]) -> None:
+    """Print each variable that --fix changes or removes, with its old and new value."""
+    for name in sorted(set(unfixed) | set(fixed)):
+        old = unfixed.get(name)
+        new = fixed.get(name)
+        if old == new:
+            continue
+        if new is None:
+            say(f"--fix removes {name}={old}", f"--fix 删除 {name}={old}")
+        else:
+            say(
+                f"--fix sets {name}={new} (was {old or 'not set'})",
+                f"--fix 设置 {name}={new}（原为 {old or '未设置'}）",
+            )
 
 
 def install_pair(
@@ -443,6 +464,10 @@ def install_pair(
         say(*versions.explain(cann, pick, bool(options.torch_npu)))
         is_broken = python and not re.search(LIBRARY, pair.failure)
         if options.fix and is_broken and not options.dry_run:
+            say(
+                f"--fix makes .venv again, because torch_npu does not load: {pair.failure[:200]}",
+                f"--fix 重建 .venv，因为 torch_npu 无法加载：{pair.failure[:200]}",
+            )
             # This mark makes setup_env.sh start from scratch.
             (ROOT / ".venv" / "setup.busy").touch()
         make_environment(pick, numpy, env, options.dry_run)

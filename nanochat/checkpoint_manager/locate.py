@@ -28,6 +28,8 @@ MADE_BY = {
     "tune": "scripts.finetune",
 }
 PREFERRED_STAGES = ("rl", "sft", "mid", "base", "tune")  # in this order, if no stage is given
+# Runs of these tags only show that something works: no default chooses one of them before others.
+TRIALS = ("smoke", "smoke-qwen3", "test")
 NAMED = 8  # models that a message lists at most
 MAX_TAG_BYTES = 200  # a file name may have 255, and some names add to the tag
 _IDENTITY = re.compile(f"({'|'.join(STAGES)}) (.+) step ([0-9]+) [0-9a-f]+")  # Parent.identity
@@ -71,18 +73,20 @@ def _candidates(stage: str | None, tag: str | None) -> Iterator[tuple[str, Path]
     """Yield (stage, folder) for each run with a checkpoint that matches the stage and the tag.
 
     A `stage` or `tag` of None matches any. The stages come in the order of PREFERRED_STAGES, and
-    within a stage the run with the newest checkpoint comes first.
+    within a stage the run with the newest checkpoint comes first. Without a tag, the runs of TRIALS
+    come after those of every other tag.
     """
     stages = PREFERRED_STAGES if stage is None else (stage,)
+    runs: list[tuple[str, Path]] = []
     for name in stages:
         if tag is None:
             parent = base_dir() / f"{STAGES[name]}_checkpoints"
             folders = sorted(parent.glob("*"), key=_age)
         else:
             folders = [checkpoint_dir(name, tag)]
-        for folder in folders:
-            if latest_step(folder) is not None:
-                yield name, folder
+        runs += [(name, folder) for folder in folders if latest_step(folder) is not None]
+    # The sort is stable, so that the order above stays among trials and among other runs.
+    yield from sorted(runs, key=lambda run: tag is None and run[1].name in TRIALS)
 
 
 def _changed_at(folder: Path, step: int) -> float:

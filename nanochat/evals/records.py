@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat import device
-from nanochat.common import base_dir, log, parse_json, to_json, write_atomic
+from nanochat.common import base_dir, parse_json, to_json, write_atomic
 from nanochat.device import Compute
 
 Fields = Mapping[str, Any]  # of a JSON object
@@ -95,7 +95,6 @@ class Records:
             records = sorted(self._of_all_ranks(), key=lambda numbered: numbered[0])
             head = {"about": self._about, "score": dict(score)}
             _write_lines(self.path, [head, *(record for _, record in records)])
-            log(f"answers: {self.path}")
         device.barrier(self._compute)
         rank_path.unlink(missing_ok=True)
 

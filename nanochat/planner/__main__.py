@@ -12,7 +12,6 @@ cards comes from data sheets and from what others have measured; after `python c
 --bench`, the speed of your own cards comes from that measurement.
 """
 
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +49,8 @@ class Config:
     vocab_size: int = 65_536
     """tokens of the vocabulary; default: as in speedrun.sh"""
     chip: str = ""
-    """kind of card: 910A, 910B3, 910C, ...; default:
-    the cards of this host, or with --table every kind"""
+    """kind of card: 910A, 910B3, 910C, ..., also as torch_npu (Ascend910_9382) or the box (Atlas 900 A3) says;
+    default: the cards of this host, or with --table every kind"""
     ranks: int = 0
     """number of cards; default: all cards of this host, or with --table 1 to 128"""
     table: bool = False
@@ -164,23 +163,27 @@ def print_tables(
 def chip_named(spelled: str) -> Chip:
     """Return the kind of card that `spelled`, the value of --chip, names.
 
-    Case is ignored, and so is a brand before the name, as in "Ascend910B3". All variants of the
-    310P share one entry, so that 310P3 also finds it. A training card must be named in full, since
-    910B2 and 910B4 differ. Raises UserError (exit code 2) if the planner does not know the card.
+    It may be a name that the vendor's tools print or that is on the box of a server. Raises
+    UserError (exit code 2) if the name means several kinds or none that the planner knows.
     """
-    chips = {chip.name.lower(): chip for chip in device.planned()}
-    name = re.sub(r"^[a-z]{2,}[\s_-]*", "", spelled.strip().lower())
-    if name in chips:
-        return chips[name]
-    family = chips.get(re.sub(r"(?<=[a-z])\d$", "", name))
-    if family is not None and not family.trains:
-        return family
-    names = ", ".join(chip.name for chip in chips.values())
-    raise UserError(
-        f"--chip must be one of {names}, got {spelled!r}. A kind without a known peak, such as the "
-        "950, is planned by its memory, on a host that has such a card: leave out --chip there",
-        exit_code=2,
-    )
+    chips = device.chips_called(spelled)
+    names = ", ".join(chip.name for chip in chips)
+    if len(chips) > 1:
+        raise UserError(
+            f"--chip={spelled} may mean {names}, which differ in speed or memory: name one of "
+            "them. The tools of the driver show which chip a server has",
+            exit_code=2,
+        )
+    if chips and (chips[0].tflops or not chips[0].trains):
+        return chips[0]
+    if chips:
+        raise UserError(
+            f"--chip must be a kind with a known peak, got {spelled!r}. A {names} is planned by its "
+            "memory, on a host that has such a card: leave out --chip there",
+            exit_code=2,
+        )
+    names = ", ".join(chip.name for chip in device.planned())
+    raise UserError(f"--chip must be one of {names}, got {spelled!r}", exit_code=2)
 
 
 def main(cfg: Config) -> None:

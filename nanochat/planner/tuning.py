@@ -10,8 +10,7 @@ from nanochat.models.lora import LoraConfig
 from nanochat.models.qwen.model import Qwen
 from nanochat.planner.forecast import Memory, Tuning, forecast
 from nanochat.platforms.base import Chip
-from nanochat.runtime import parallel
-from nanochat.runtime.progress import amount
+from nanochat.runtime import parallel, progress
 from nanochat.train.fit.memory import SHARE, reachable
 
 SHORTEST = 256  # the fewest tokens per row that the search for a setting tries
@@ -97,8 +96,8 @@ def refusal(
         tr(
             "a step of fine-tuning would take {peak} of each card, and {budget} are there "
             "({flags}). {next_step}",
-            peak=amount(memory.peak, "B"),
-            budget=amount(budget, "B"),
+            peak=progress.memory(memory.peak),
+            budget=progress.memory(budget),
             flags=flags_of(tuning),
             next_step=next_step,
         ),
@@ -165,10 +164,10 @@ def _forecast_error(
         return None
     if memory.peak > budget:
         return refusal(tuning, memory, budget, memory_of)
-    peak = amount(memory.peak, "B")
-    state = amount(memory.state, "B")
+    peak = progress.memory(memory.peak)
+    state = progress.memory(memory.state)
     log(
-        f"memory: {peak} of each card's {amount(available, 'B')} (forecast); weights, masters and "
+        f"memory: {peak} of each card's {progress.memory(available)} (forecast); weights, masters and "
         f"moments are {state} of that"
     )
     return None
@@ -183,11 +182,11 @@ def print_forecast(tuning: Tuning, name: str, chip: Chip) -> None:
     capacity = chip.memory_gib * 2**30
     if memory.peak > SHARE * capacity:
         raise refusal(tuning, memory, SHARE * capacity)
-    peak = amount(memory.peak, "B")
-    state = amount(memory.state, "B")
+    peak = progress.memory(memory.peak)
+    state = progress.memory(memory.state)
     print(
         f"{chip.name} x {tuning.ranks}: a step of {name} takes {peak} of each card's "
-        f"{amount(capacity, 'B')}; weights, masters and moments are {state} of that",
+        f"{progress.memory(capacity)}; weights, masters and moments are {state} of that",
         file=sys.stderr,
     )
     print(flags_of(tuning))

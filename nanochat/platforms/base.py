@@ -369,6 +369,10 @@ class Platform:
         """Return the kinds of cards that nanochat.planner can plan for, on this host or others."""
         return ()
 
+    def chips_called(self, name: str) -> Sequence[Chip]:
+        """Return the kinds of cards that `name` may mean: one, several if ambiguous, or none."""
+        return [chip for chip in self.chips() if chip.name.lower() == name.strip().lower()]
+
     @property
     def chip(self) -> Chip | None:
         """The kind of card that this process uses, or None if it is unknown."""

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from nanochat.common import UserError, warn
+from nanochat.data import limits
 
 MEMORY = Path("/proc/meminfo")
-CONTAINER = Path("/sys/fs/cgroup")
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # identify this process
 MEETING = ("MASTER_ADDR", "MASTER_PORT")  # tell where the processes meet
 
@@ -60,7 +60,7 @@ def compiler() -> str | None:
 def memory_free() -> int:
     """Return the bytes of memory that a process can still take without making others swap.
 
-    A container's limit (cgroup v2) counts too. On systems other than Linux, this is half of the
+    A container's limit counts too. On systems other than Linux, this is half of the
     physical memory.
     """
     try:
@@ -68,14 +68,8 @@ def memory_free() -> int:
     except (OSError, StopIteration):
         # Not Linux: cached pages cannot be distinguished from used ones.
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    try:
-        limit = int((CONTAINER / "memory.max").read_text())
-        used = int((CONTAINER / "memory.current").read_text())
-        cached = _number(CONTAINER / "memory.stat", "inactive_file")
-    except (OSError, ValueError, StopIteration):  # no limit
-        return free
-    left_in_container = max(limit - used + cached, 0)
-    return min(free, left_in_container)
+    left = limits.memory_left()
+    return free if left is None else min(free, left)
 
 
 def _number(path: Path, key: str) -> int:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from nanochat.common import tr
+from nanochat.data import limits
 from nanochat.platforms import host
 from nanochat.platforms.base import Platform, dtype_name
 from nanochat.platforms.operations import KernelChoice, Operations
@@ -57,8 +58,15 @@ class Host(Platform):
         return (torch.bfloat16 if faster else torch.float32), reason
 
     def open(self) -> torch.device:
-        """Return the CPU device, and make malloc keep freed memory for the next step."""
+        """Return the CPU device, and make malloc keep freed memory for the next step.
+
+        torch gets no more threads than the CPU quota of a container allows, unless OMP_NUM_THREADS
+        says otherwise.
+        """
         host.keep_freed_memory()
+        allowed = limits.cores()
+        if "OMP_NUM_THREADS" not in os.environ and allowed < torch.get_num_threads():
+            torch.set_num_threads(allowed)
         return torch.device("cpu")
 
     def describe(self) -> str:
@@ -106,8 +114,9 @@ class Host(Platform):
         )
 
     def memory_total(self) -> int:
-        """Return the size of physical memory in bytes."""
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        """Return the size of physical memory in bytes, or the limit of the container if smaller."""
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min(physical, limits.memory_limit() or physical)
 
     def memory_reachable(self) -> int:
         """Return the size of physical memory in bytes, as if no other process used any."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from nanochat.common import read_json, tr, warn, write_json
 from nanochat.data.corpora import DROPPED, Corpus, dropped_documents, dropped_entry, shards
+from nanochat.data.limits import cores
 from nanochat.data.shards import batches, check_sha256, count_rows, read_about
 from nanochat.prepare.token_files import (
     FORMAT,
@@ -27,7 +28,7 @@ from nanochat.prepare.token_files import (
 )
 from nanochat.prepare.workers import Message, Say, processes_for, serve, work
 from nanochat.runtime.progress import Progress
-from nanochat.tokenizer import Tokenizer, cores
+from nanochat.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

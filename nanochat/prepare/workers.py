@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import UserError
-from nanochat.tokenizer import cores
+from nanochat.data.limits import cores
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MOST_PROCESSES = 32  # by default, since each process holds a few hundred MB

@@ -17,11 +17,10 @@ from nanochat.common import UserError, log, read_json, run, write_atomic, write_
 from nanochat.report.compare import compare, load_run, named
 from nanochat.report.curves import draw
 from nanochat.report.html import page
-from nanochat.report.markdown import cell, markdown
+from nanochat.report.markdown import cell, cost_of, markdown
 from nanochat.report.sections import TITLES, current_sections, report_dir
 from nanochat.report.summary import columns, environment, summary, table
 from nanochat.runtime.cost import read_stages, stages_file
-from nanochat.runtime.progress import duration
 
 
 def generate(key: str = "") -> Path:
@@ -99,9 +98,7 @@ def show() -> None:
         grid.add_row(name, *(cell(row[stage]) if stage in row else "" for stage in stages))
     Console().print(grid)
     total = report["summary"]
-    time = duration(60 * total["minutes"])
-    cpu_time = duration(60 * total["cpu_minutes"])
-    log(f"{time}, {cpu_time} of CPU time, {total['memory_gb']:.2f} GB of memory")
+    log(cost_of(total))
     log(f"report: {report_dir() / 'report.md'}")
 
 

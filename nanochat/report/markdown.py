@@ -201,10 +201,16 @@ def _environment(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _total_cost(total: Mapping[str, Any]) -> str:
+    return f"- cost: {cost_of(total)}"
+
+
+def cost_of(total: Mapping[str, Any]) -> str:
+    """Return the time of a run and, where a script measured them, its CPU time and memory."""
     time = duration(60 * total["minutes"])
+    if not total["cpu_minutes"]:
+        return f"{time} of training"
     cpu_time = duration(60 * total["cpu_minutes"])
-    memory = f"{total['memory_gb']:.2f} GB of memory"
-    return f"- cost: {time}, {cpu_time} of CPU time, at most {memory}"
+    return f"{time}, {cpu_time} of CPU time, at most {total['memory_gb']:.2f} GB of memory"
 
 
 def _measures(table: Mapping[str, Mapping[str, float]]) -> list[str]:

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from nanochat.data import limits
 from nanochat.report.sections import COLUMNS, FROM_FOLDERS, PIPELINE, Sections
 
 # Training stage -> the text on which its bits per byte are measured.
@@ -37,13 +38,14 @@ def environment() -> dict[str, Any]:
     }
     now = datetime.datetime.now(datetime.timezone.utc)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = min(memory, limits.memory_limit() or memory)
     return {
         "date": f"{now:%Y-%m-%d %H:%M} UTC",
         "commit": _git(root, "rev-parse", "HEAD"),
         "changed_files": len(_git(root, "status", "--porcelain").splitlines()),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor(),
-        "cores": os.cpu_count(),
+        "cores": limits.cores(),
         "memory_gb": memory / 1e9,
         "python": platform.python_version(),
         "versions": versions,
@@ -108,12 +110,16 @@ def _add_validation(rows: Table, sections: Sections) -> None:
         curve = section.get("val_bpb")
         if curve:
             rows[f"bits per byte of {text}"] = {stage: curve[-1][1]}
-    curve = sections.get("tune_train", {}).get("val_accuracy")
+    tuned = sections.get("tune_train", {})
+    curve = tuned.get("val_accuracy")
     if curve:
         rows[PREFERENCES] = {"tune": curve[-1][1]}
-    curve = sections.get("tune_train", {}).get("general_perplexity")
+    curve = tuned.get("general_perplexity")
     if curve:
         rows[GENERAL_TEXT] = {"tune": curve[-1][1]}
+    for name in ("first_loss", "last_loss"):  # also there where no rows were held out
+        if tuned.get(name) is not None:
+            rows[f"training loss, {name.removesuffix('_loss')} step"] = {"tune": tuned[name]}
 
 
 def _add_base_corpus(rows: Table, sections: Sections) -> None:
@@ -153,6 +159,9 @@ def summary(sections: Sections, costs: Costs) -> dict[str, Any]:
         figures["mental_after_rl"] = rl_tasks["mental"]["accuracy"]
     stages = costs.values()
     figures["minutes"] = sum(stage["minutes"] for stage in stages)
+    if not costs:  # stages that were typed by hand know how long they trained, and no more
+        trained = [section for name, section in sections.items() if name.endswith("_train")]
+        figures["minutes"] = sum(section.get("minutes", 0.0) for section in trained)
     figures["cpu_minutes"] = sum(stage["cpu_minutes"] for stage in stages)
     figures["memory_gb"] = max((stage["memory_gb"] for stage in stages), default=0.0)
     return figures

@@ -8,6 +8,7 @@ the last line gives the reason and the rank or host that failed, where torchrun 
 traceback of its own.
 """
 
+import logging
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
@@ -116,6 +118,8 @@ def main(words: Sequence[str]) -> int:
     The code is that of the failing rank, 128 + N if signal N ended that rank or the launcher, 1 if
     the launchers could not meet, or else 0.
     """
+    # It would print which process it ends and why, which the last line says better.
+    logging.getLogger(multiprocessing_api.__name__).setLevel(logging.CRITICAL)
     options = parse_args(list(words))
     is_one_host = options.nnodes in ONE_HOST and not options.rdzv_endpoint
     if options.standalone or is_one_host:

@@ -28,6 +28,13 @@ def amount(value: float, unit: str) -> str:
     return f"{value:.0f} B"
 
 
+def memory(value: float) -> str:
+    """Format bytes of memory in GiB or MiB: a card that is sold as 64 GB has 64.0 GiB."""
+    if value >= 2**30:
+        return f"{value / 2**30:.1f} GiB"
+    return f"{value / 2**20:.1f} MiB"
+
+
 def duration(seconds: float) -> str:
     """Format seconds in at most two units, such as 8.3 s, 4 min 5 s, 3 h 20 min or 2 d 5 h."""
     for large_seconds, small_seconds, (large, small) in TIME_UNITS:

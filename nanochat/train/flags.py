@@ -73,6 +73,14 @@ ABOVE_ZERO = (
 )  # and finite
 WHY = {
     "num_samples": ", since a reply is judged against the others to its problem",
+    "eval_every": " (0 switches it off)",
+    "save_every": " (0 switches it off)",
+    "save_seconds": " (0 switches it off)",
+    "hang_seconds": " (0 switches it off)",
+    "documents_every": " (0 switches it off)",
+    "samples": " (0 switches them off)",
+    "keep": " (0 keeps all)",
+    "top_k": " (0 switches it off)",
     "temperature": ", since at 0 all replies to a problem are alike, and none is better than the others",
 }
 

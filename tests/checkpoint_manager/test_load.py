@@ -58,6 +58,17 @@ def test_the_latest_stage_is_found_first_and_in_it_the_newest_tag(base_folder: P
     assert find(None, "d9") == ("rl", base_folder / "chatrl_checkpoints" / "d9")
 
 
+@pytest.mark.parametrize("trial", ["smoke", "test"])
+def test_a_trial_is_found_only_where_nothing_else_is(tokenizer: Tokenizer, trial: str) -> None:
+    put("rl", trial, 1, tokenizer)
+    assert find(None, None) == ("rl", checkpoint_dir("rl", trial))
+    put("mid", "d4", 1, tokenizer)
+    put("mid", trial, 9, tokenizer)  # later, and of a later stage above
+    assert find(None, None) == ("mid", checkpoint_dir("mid", "d4"))
+    assert find("mid", None)[1].name == "d4" and find("mid", trial)[1].name == trial
+    assert find("rl", None)[1].name == trial
+
+
 def test_a_stage_without_a_complete_step_is_passed_over(tokenizer: Tokenizer) -> None:
     put("base", "d4", 1, tokenizer)
     (checkpoint_dir("sft", "d4") / ".tmp-step_000001").mkdir(parents=True)

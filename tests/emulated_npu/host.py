@@ -115,6 +115,7 @@ def _install(root: Path, torch_version: str) -> Path:
         _write(home / "lib64" / library, "")
     for part in ("opp", "runtime", "compiler"):
         _write(home / part / "version.info", f"Version={cann}\n")
+    _write(home / "opp_kernel/version.info", f"Version={cann}\nversion_dir={cann}\n")
     _write(ascend / "ascend-toolkit/set_env.sh", SET_ENV.format(home=home))
     _write(home / "set_env.sh", SET_ENV.format(home=home))
     _write(

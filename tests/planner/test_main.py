@@ -63,8 +63,8 @@ def test_the_command_prints_flags_alone_on_standard_output() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"chip": "910", "ranks": 1}, r"--chip must be one of 910A, 310P, .*got '910'"),
-        ({"chip": "950", "ranks": 8}, r"got '950'. A kind without a known peak, .* on a host that has such a card"),
+        ({"chip": "910Z", "ranks": 1}, r"--chip must be one of 910A, 310P, .*got '910Z'"),
+        ({"chip": "950", "ranks": 8}, r"got '950'. .* on a host that has such a card"),
         (
             {"chip": "910B3", "ranks": 3, "total_batch_size": 262144},
             r"must be a multiple of 6,144 \(3 card\(s\) x 2048 tokens\), got 262,144",
@@ -74,7 +74,9 @@ def test_the_command_prints_flags_alone_on_standard_output() -> None:
         ({"chip": "910B3", "ranks": 1, "depth": 0}, "depth and vocab_size must be at least 1, got 0 and 65536"),
         ({"chip": "310P", "ranks": 1}, "310P cards are for inference only"),
         ({"chip": "310P", "ranks": 1, "model": Path("Qwen3-8B")}, "310P cards are for inference only"),
-        ({"chip": "910B", "ranks": 1}, r"--chip must be one of .*910B1, .*910B4-1.*got '910B'"),
+        ({"chip": "910B", "ranks": 1}, r"--chip=910B may mean .*910B1, .*910B4-1"),
+        ({"chip": "Atlas 800T A2", "ranks": 1}, r"may mean 910B1, .*910B4-1"),
+        ({"chip": "Atlas 300I Duo", "ranks": 1}, "310P cards are for inference only"),
         ({"chip": "910A2", "ranks": 1}, r"--chip must be one of .*got '910A2'"),
         (
             {"chip": "910A", "ranks": 1, "depth": 32},
@@ -88,9 +90,32 @@ def test_a_plan_that_cannot_be_made_is_refused(flags: dict[str, object], words: 
         command.main(command.Config(**flags))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("spelled", ["Ascend910B3", "ascend 910b3", "910b3", "Ascend-910B3", " 910B3 "])
-def test_a_chip_may_be_spelled_as_its_tools_spell_it(spelled: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, chip=spelled, ranks=8) == said(capsys, chip="910B3", ranks=8)
+A2 = ["910B1", "910B2", "910B2C", "910B3", "910B4", "910B4-1"]
+
+
+@pytest.mark.parametrize(
+    ("spelled", "names"),
+    [
+        *((spelled, ["910B3"]) for spelled in ("Ascend910B3", "ascend 910b3", "910b3", "昇腾 910B3", " Ascend-910B3 ")),
+        *((spelled, ["910B4-1"]) for spelled in ("910B4-1", "Ascend910B4-1", "910B4_1")),
+        *(
+            (spelled, ["910C"])
+            for spelled in ("Ascend910_9382", "Ascend910_9362", "910C", "Atlas 900 A3 SuperPoD", "A3")
+        ),
+        *((spelled, ["910A"]) for spelled in ("Ascend910ProA", "Ascend910PremiumA", "Atlas 800 (Model 9000)")),
+        *((spelled, ["310P"]) for spelled in ("310P3", "Ascend310P3", "Atlas 300I Duo", "Atlas 300I Pro")),
+        *((spelled, ["310B"]) for spelled in ("Ascend310B4", "Atlas 200I A2")),
+        *((spelled, ["950"]) for spelled in ("950PR", "Ascend950PR_9599", "950")),
+        *((spelled, A2) for spelled in ("Atlas 800T A2", "华为 Atlas 800I A2", "A2")),
+        ("910B", ["910A", *A2]),
+        ("Ascend910", ["910A", "910C"]),  # as npu-smi prints an A3
+        *((spelled, ["H100"]) for spelled in ("h100", "NVIDIA H100 80GB HBM3")),
+        ("NVIDIA A100-SXM4-80GB", ["A100"]),
+        *((spelled, []) for spelled in ("", "910A2", "Ascend310", "H1000", "V100")),
+    ],
+)
+def test_a_chip_may_be_spelled_as_its_tools_or_its_box_spell_it(spelled: str, names: list[str]) -> None:
+    assert [chip.name for chip in device.chips_called(spelled)] == names
 
 
 @pytest.mark.parametrize("depth", [12, 20])

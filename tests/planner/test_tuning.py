@@ -75,12 +75,10 @@ def test_a_step_that_does_not_fit_is_refused_before_weights_are_read(monkeypatch
     add_adapters(model, LoraConfig())
 
     def told(one: Tuning) -> Memory:
-        return Memory(one.rows * 10**6, one.rows * 10**7)
+        return Memory(one.rows * 2**20, one.rows * 10 * 2**20)
 
-    monkeypatch.setattr(tuning, "reachable", lambda compute: 1.5e7)
-    words = (
-        r"would take 20\.0 MB of each card, and 13\.5 MB are there .* nearest setting that fits: --device_batch_size=1 "
-    )
+    monkeypatch.setattr(tuning, "reachable", lambda compute: 15 * 2**20)
+    words = r"20\.0 MiB of each card.* 13\.5 MiB .*: --device_batch_size=1 "
     with pytest.raises(UserError, match=words):
         check_fits(asked, model, compute, told)
     check_fits(replace(asked, rows=1), model, compute, told)

@@ -1,8 +1,10 @@
 """Chips by SoC version, the environment before loading and before collectives, ports, and errors in words."""
 
+import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,8 @@ from nanochat.platforms.ascend import environment as ascend_environment
 from nanochat.platforms.ascend import errors as ascend_errors
 from nanochat.platforms.ascend.environment import PortBlocks
 from tools_npu import environment
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.mark.parametrize(
@@ -164,6 +168,16 @@ def test_jobs_that_start_together_take_blocks_of_their_own_until_they_end() -> N
         ("dcmi model initialized failed, because the device is used. ret is -8005", "HwHiAiUser"),
         ("CAUTION: The operator 'aten::x' is not currently implemented for the NPU backend", "--kernels plain"),
         ("Cannot re-initialize NPU in forked subprocess", "spawn"),
+        ("call aclnnCast failed, detail:EZ1001: [PID: 1] dtype DT_DOUBLE, error code is 161002", "--kernels plain"),
+        ("aclnnInplaceZero failed, error code is 561103", "ops (kernels) package"),
+        ("rtSetDevice failed, error code is 107001 EE1001: The argument is invalid", "ASCEND_RT_VISIBLE_DEVICES"),
+        ("SetDevice: error code is 507899, driver error:internal error EE9999: Inner Error!", "`dmesg`"),
+        ("synchronize: error code is 507015 aicore exception EZ9999", "ASCEND_LAUNCH_BLOCKING=1"),
+        ("EE9999: Inner Error!", "another code"),
+        ("EI0004: The ranktable is invalid", "RANK_TABLE_FILE"),
+        ("EI0015: Ranktable_Detect_Failed", "HCCL_CONNECT_TIMEOUT"),
+        ("EI0006 EE9999: the code with a cause wins", "HCCL_CONNECT_TIMEOUT"),
+        ("EZ9999: port 61070150, 1507015", "another code"),  # a code is a whole number
         ("tensor a must match tensor b", ""),
     ],
 )
@@ -172,6 +186,16 @@ def test_known_errors_have_words_and_a_remedy(failure: str, words: str) -> None:
     assert words in said if words else said == ""
     chinese = ascend_errors.explain(failure, "zh")
     assert (bool(chinese) == bool(said) and chinese != said) or not said
+
+
+@pytest.mark.parametrize("manual", ["故障排除手册.md", "docs/en/troubleshooting.md"])
+def test_the_manual_has_every_code_that_the_messages_explain(manual: str) -> None:
+    rows = [row for row in (ROOT / manual).read_text(encoding="utf-8").splitlines() if row.startswith("|")]
+    patterns = " ".join(pattern for pattern, _, _ in ascend_errors.TROUBLES)
+    codes = {*re.findall(r"E[A-Z]\d{4}", patterns), *re.findall(r"\b\d{6}\b", patterns.replace(r"\b", " "))}
+    codes |= {"161002", "107001", "507899", "EE9999", "EZ9999", "EH9999", "107xxx"}  # of the families
+    assert len(codes) > 20
+    assert [code for code in sorted(codes) if not any(code in row for row in rows)] == []
 
 
 @pytest.mark.parametrize(

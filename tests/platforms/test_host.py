@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanochat.data import limits
 from nanochat.platforms import host
 from nanochat.platforms.cpu.platform import Cpu
 
@@ -184,7 +185,8 @@ def test_what_one_checkout_compiled_another_uses_whatever_their_paths(tmp_path: 
 def test_free_memory_is_the_hosts_within_the_containers_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: 8 GB are free on the host; the container may take 2 GB, and of the 1.5 GB it has, 1 GB is cache."""
     monkeypatch.setattr(host, "MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(host, "CONTAINER", tmp_path)
+    monkeypatch.setattr(limits, "ROOT", tmp_path)
+    monkeypatch.setattr(limits, "GROUPS", tmp_path / "groups")
     assert host.memory_free() > 0  # not Linux
     (tmp_path / "meminfo").write_text("MemTotal:       16000000 kB\nMemAvailable:    8000000 kB\n")
     assert host.memory_free() == 8_000_000 * 1024

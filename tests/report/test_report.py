@@ -216,6 +216,20 @@ def test_the_terminal_shows_the_table(base_folder: Path, capsys: pytest.CaptureF
     assert re.findall(r"0\.\d+", row) == ["0.2500", "0.7188", "0.6875"]
 
 
+def test_fine_tuning_without_speedrun_has_figures_and_its_time(
+    base_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = {"tag": "mine", "minutes": 7.0, "first_loss": 2.5, "last_loss": 1.25, "settings": {}, "loss": []}
+    write_section("tune_train", figures)
+    assert generated()[0]["table"] == {
+        "training loss, first step": {"tune": 2.5},
+        "training loss, last step": {"tune": 1.25},
+    }
+    report.show()
+    out = capsys.readouterr().out
+    assert "7 min" in out and "0.0 s" not in out and "1.2500" in out
+
+
 @pytest.mark.slow
 def test_the_command_line(base_folder: Path) -> None:
     a_run(base_folder)

@@ -19,6 +19,7 @@ LAUNCH = "python -m nanochat.runtime.launch"
 
 PYTHON = r"""#!/bin/bash
 case "$*" in
+"-c "*"import cores"*) echo 2; exit ;;
 "-m nanochat.device") echo "${FAKE_DEVICE:-npu} bfloat16 ${FAKE_CARDS:-8} fast"; exit ;;
 "-m nanochat.common") echo "$HOME/base"; exit ;;
 "-m nanochat.planner"*) echo "--depth=12 --total_batch_size=262144 --device_batch_size=16"; exit ;;
@@ -71,6 +72,45 @@ def test_the_fineweb_scripts_launch_stages_with_flags_that_exist(clone: Clone) -
         assert flag in whole
     trained = [line.partition(" -m ")[2] for line in said if "tok_train" in line]
     assert len(set(trained)) == 1, "the quick test must not replace the tokenizer of a model in training"
+
+
+def test_the_quick_test_takes_flags_and_a_mirror_with_few_shards(clone: Clone) -> None:
+    code, lines, errors = clone.run("quick_fineweb_test.sh", "--shards", "1", "--num_iterations=20")
+    assert code == 0, errors
+    assert "python -m nanochat.dataset -n 1" in lines and lines[-1].endswith("--num_iterations=20")
+    assert clone.run("quick_fineweb_test.sh", "--shards")[0] == 2
+
+
+OLD_NAMES = {
+    "check_npu_env.sh": "check_npu.py",
+    "download_fineweb_data.sh": "runs/download_fineweb_data.sh",
+    "emergency_npu_cleanup.sh": "check_npu.py --processes",
+    "fix_ascend_env.sh": "setup_ascend.sh --fix",
+    "launch_npu_training.py": "runs/launch_npu_training.py",
+    "quick_fineweb_test.sh": "runs/quick_fineweb_test.sh",
+    "setup_npu_env.sh": "setup_ascend.sh",
+    "train_distributed_npu.sh": "runs/train_distributed_npu.sh",
+    "train_with_fineweb.sh": "runs/train_with_fineweb.sh",
+}
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_the_names_of_older_guides_start_what_they_became(name: str, tmp_path: Path) -> None:
+    """Each target is replaced by a script that prints how it was called."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"))
+    file, _, flags = OLD_NAMES[name].partition(" ")
+    echo = "import sys; print(*sys.argv)" if file.endswith(".py") else 'echo "${BASH_SOURCE[0]} $*"'
+    (tmp_path / file).write_text(f"{echo}\n")
+    starter = [sys.executable] if name.endswith(".py") else ["bash"]
+    command = (
+        ["bash", "-c", f"source {tmp_path / name}"]
+        if name.startswith("setup")
+        else [*starter, str(tmp_path / name), "8"]
+    )
+    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/").stdout
+    given = "" if name.startswith("setup") else "8"
+    assert said.split() == [str(tmp_path / file), *flags.split(), *given.split()]
 
 
 @pytest.mark.parametrize("cards", [3, 7, 8])

@@ -323,9 +323,12 @@ def test_harmful_variables_are_named_and_fix_removes_them(clone: Clone) -> None:
         code, out = clone.run(*flags, **harmful)
         assert code == 0 and out.count("source setup_ascend.sh --fix") > 1, out
         assert all(f"warning: {name}=" in out for name in harmful)
-    shown = '"${ASCEND_LAUNCH_BLOCKING-gone} $ASCEND_GLOBAL_LOG_LEVEL $HCCL_CONNECT_TIMEOUT"'
-    script = f'source "$SETUP" --fix >/dev/null; echo {shown}'
-    assert clone.shell(script, **harmful)[1] == "gone 3 1200\n"
+    harmful["PYTORCH_NPU_ALLOC_CONF"] = "max_split_size_mb:128"  # as older guides set it
+    shown = '"${ASCEND_LAUNCH_BLOCKING-gone} $ASCEND_GLOBAL_LOG_LEVEL $HCCL_CONNECT_TIMEOUT $PYTORCH_NPU_ALLOC_CONF"'
+    out = clone.shell(f'source "$SETUP" --fix; echo {shown}', **harmful)[1]
+    assert out.splitlines()[-1] == "gone 3 1200 expandable_segments:True"
+    for name, value in harmful.items():  # what was changed is said, with the old value
+        assert any("--fix" in line and name in line and value in line for line in out.splitlines()), out
 
 
 def test_values_with_quotes_and_blanks_arrive_whole(clone: Clone) -> None:

@@ -29,6 +29,7 @@ case "$*" in
 *"import torch_npu"*) echo torch 2.9.0; echo torch_npu "${FAKE_TORCH_NPU:-2.9.0}"; exit ;;
 *tools_npu.setup*) exec REAL "$@" ;;
 *version_info*) exit 0 ;;
+"-c "*"import cores"*) echo 2; exit ;;
 "-m nanochat.device") echo "${NANOCHAT_DEVICE:-cpu} bfloat16 ${FAKE_CARDS:-8} fast"; exit ;;
 "-m nanochat.planner"*)
     echo "$*" >>"$CALLS"
@@ -65,13 +66,13 @@ class Clone:
             (self.stubs / name).write_text(PYTHON.replace("REAL", sys.executable))
             (self.stubs / name).chmod(0o755)
 
-    def run(self, *flags: str, **environment: str) -> tuple[int, str]:
+    def run(self, *flags: str, script: str = "speedrun_npu.sh", **environment: str) -> tuple[int, str]:
         base = {
             "PATH": f"{self.stubs}:/usr/bin:/bin", "HOME": str(self.host / "home"), "CALLS": str(self.calls),
             "NANOCHAT_BASE_DIR": str(self.root / "base"), "ASCEND_ROOT_PREFIX": str(self.host),
         }  # fmt: skip
         given = {name: value for name, value in (base | environment).items() if value != "unset"}
-        done = subprocess.run(["bash", str(self.root / "speedrun_npu.sh"), *flags], env=given,
+        done = subprocess.run(["bash", str(self.root / script), *flags], env=given,
                               capture_output=True, text=True, cwd="/")  # fmt: skip
         return done.returncode, done.stdout + done.stderr
 
@@ -183,6 +184,26 @@ def test_unusable_npus_stop_it_instead_of_training_on_the_cpu(clone: Clone) -> N
     assert clone.calls.read_text() == ""
     code, out = clone.run("--preset", "smoke", NANOCHAT_DEVICE="cpu", FAKE_CARDS="1")
     assert code == 0 and "running speedrun.sh instead" in out
+
+
+def test_speedrun_sh_hands_over_where_there_are_npus(clone: Clone) -> None:
+    make_host(clone.host)
+    code, out = clone.run("--other_code", script="speedrun.sh", FAKE_CARDS="2")
+    assert code == 0, out
+    base = clone.called("scripts.base_train")
+    assert "--model_tag=d12" in base and "--other_code" in base and "[2 " in base, "set up, with the default preset"
+    clone.calls.write_text("")
+    code, out = clone.run("--preset", "smoke", script="speedrun.sh", NANOCHAT_DEVICE="cpu", FAKE_CARDS="1")
+    assert code == 0 and "--model_tag smoke" in clone.called("scripts.base_train")
+
+
+@pytest.mark.parametrize("code", [71, 127])  # a file system without locks, no program flock
+def test_a_folder_that_cannot_be_locked_is_a_warning(clone: Clone, code: int) -> None:
+    make_host(clone.host)
+    (clone.stubs / "flock").write_text(f"#!/bin/bash\nexit {code}\n")
+    (clone.stubs / "flock").chmod(0o755)
+    returned, out = clone.run("--preset", "smoke", "--data", "tinyworld", FAKE_CARDS="1")
+    assert returned == 0 and f"warning: {clone.root}/base cannot be locked" in out and "Another" not in out
 
 
 def test_inference_cards_stop_it_before_any_training(clone: Clone) -> None:

@@ -60,6 +60,13 @@ def test_under_torchrun_the_root_cause_is_the_reason_and_ranks_that_refuse_alike
     assert lines.count(REFUSED) == 1
 
 
+def test_a_bug_that_all_ranks_meet_shows_one_traceback_and_a_remedy() -> None:
+    code, lines = fail(OURS, "bug all")
+    assert code == 1 and sum(line.startswith("Traceback") for line in lines) == 1, "\n".join(lines)
+    assert "ZeroDivisionError" in lines[-1] and lines[-1].endswith("(rank 0)")
+    assert not [line for line in lines if "elastic" in line], "no lines of the launcher's library"
+
+
 def failure(rank: int, code: int, folder: Path, note: str = "") -> ProcessFailure:
     """How torchrun describes the end of a rank."""
     path = folder / f"{rank}.json"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.runtime.progress import Progress, amount, duration
+from nanochat.runtime.progress import Progress, amount, duration, memory
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,10 @@ from nanochat.runtime.progress import Progress, amount, duration
 )
 def test_amounts_are_short(value, unit, text):
     assert amount(value, unit) == text
+
+
+def test_memory_counts_as_data_sheets_of_cards_do():
+    assert [memory(64 << 30), memory(15 << 19)] == ["64.0 GiB", "7.5 MiB"]
 
 
 @pytest.mark.parametrize(

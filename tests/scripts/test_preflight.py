@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanochat.checkpoint_manager.families import on_meta
 from nanochat.common import UserError
 from nanochat.gpt import GPT
 from nanochat.planner.cards import rates_of
@@ -14,6 +15,7 @@ from nanochat.planner.plan import batch_of, plan_of
 from nanochat.planner.work import size_of
 from nanochat.platforms.ascend import chips as ascend_chips
 from nanochat.platforms.cpu.platform import Cpu
+from nanochat.train import sizes
 from nanochat.train.fit import disk
 from scripts import preflight
 from scripts.preflight import Config
@@ -29,6 +31,14 @@ def test_tinyworld_needs_nothing_from_outside(base_folder: Path, capsys: pytest.
     said = capsys.readouterr().out
     assert "data  " not in said and f"in {base_folder}" in said
     assert "memory  at least" in said and "to train on 1,000,000 tokens" in said
+
+
+@pytest.mark.parametrize("family", ["gpt", "qwen3"])
+def test_the_size_is_that_of_the_family(family: sizes.Kind, capsys: pytest.CaptureFixture[str]) -> None:
+    preflight.check(Config(**SMALL, family=family), on_cpu())
+    shape = sizes.model_config(2, 64, 32, 128, "L", 512, "tinyworld", on_cpu(), family)
+    parameters = on_meta(shape, on_cpu()).parameter_counts()["total"]
+    assert f"to train {parameters:,} parameters" in capsys.readouterr().out
 
 
 def test_everything_that_is_missing_is_named_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,8 +55,17 @@ def install_cann(ascend: Path, layout: str, version: str) -> tuple[Path, Path]:
     if version:
         info = home / "aarch64-linux" / f"ascend_{name}_install.info"
         info.write_text(INFO.format(version=version, home=home))
+    write_ops(home, layout, version)
     (folder / "set_env.sh").write_text(SET_ENV.format(home=home))
     return home, folder / "set_env.sh"
+
+
+def write_ops(home: Path, layout: str, version: str) -> None:
+    """Install a fake ops package: up to CANN 8.3 one folder, later a folder for each group of operators."""
+    folder = home / "share/info/ops_nn" if layout == "cann" else home / "opp_kernel"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = f"Version={version}\n" if layout == "cann" else f"Version=8.3.T5.0.B028\nversion_dir={version}\n"
+    (folder / "version.info").write_text(text)
 
 
 def install_driver(root: Path, cards: int, version: str = "24.1.rc1") -> None:

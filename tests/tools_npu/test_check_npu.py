@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -108,8 +109,37 @@ def test_a_healthy_host_passes(tmp_path: Path) -> None:
     assert named["topology"].english == "2 cards, linked by HCCS"
 
 
-def smi_lines(tmp_path: Path, table: str, link: str = "HCCS") -> dict[str, Line]:
-    env = {"PATH": fake_smi(tmp_path / "bin", table, link), "ASCEND_ROOT_PREFIX": str(tmp_path)}
+@pytest.mark.parametrize(
+    ("layout", "file", "text", "status"),
+    [
+        ("cann", "share/info/ops_nn/version.info", "Version=8.5.0\n", PASS),
+        ("cann", "share/info/ops_nn/version.info", "Version=8.3.0\n", FAIL),
+        ("cann", "share/info/ops_math/version.info", "Version=8.5.1\n", WARN),
+        ("ascend-toolkit", "opp_kernel/version.info", "Version=8.5.T3.B1\nversion_dir=8.2.RC1\n", FAIL),
+        ("ascend-toolkit", "version.cfg", "opp_kernel_running_version=[7.6.0.1.220:8.0.0]\n", FAIL),
+        ("ascend-toolkit", "opp/built-in/op_impl/ai_core/tbe/kernel/ascend910b/a.o", "", PASS),
+        ("ascend-toolkit", "opp/version.info", "Version=8.5.0\n", WARN),  # the toolkit has this folder without kernels
+    ],
+)
+def test_the_ops_package_must_be_there_and_have_the_version_of_the_toolkit(
+    tmp_path: Path, layout: str, file: str, text: str, status: str
+) -> None:
+    home = make_host(tmp_path / "host", layout, "8.5.0").home
+    for installed in home.glob("*/**/version.info"):
+        installed.unlink()
+    (home / file).parent.mkdir(parents=True, exist_ok=True)
+    (home / file).write_text(text)
+    line = host_checks.ops_package(host.Cann(str(home), "", "8.5.0", layout))
+    assert line.status == status
+    assert status == PASS or ("8.5.0" in line.remedy_in("en") and "8.5.0" in line.remedy_in("zh"))
+
+
+def smi_lines(tmp_path: Path, table: str, link: str = "HCCS", visible: str = "") -> dict[str, Line]:
+    env = {
+        "PATH": fake_smi(tmp_path / "bin", table, link),
+        "ASCEND_ROOT_PREFIX": str(tmp_path),
+        "ASCEND_RT_VISIBLE_DEVICES": visible,
+    }
     return by_name(list(host_checks.smi(env, True)))
 
 
@@ -124,8 +154,27 @@ def test_a_card_in_use_is_named_with_its_processes(tmp_path: Path, card: str) ->
         f"| {card}                 | 4711          | python                   | 36000                   |\n"
     )
     line = smi_lines(tmp_path, table)["card 0"]
-    assert line.status == WARN and "4711 python 36000 MB" in line.english
+    assert line.status == FAIL and "4711 python 36000 MB" in line.english
     assert line.remedy == "python check_npu.py --processes"
+
+
+@pytest.mark.parametrize(
+    ("used_mb", "visible", "status"), [(60000, "", FAIL), (60000, "0,1", FAIL), (60000, "1", WARN), (20000, "", WARN)]
+)
+def test_a_card_that_is_full_is_not_ready_unless_it_is_left_out(
+    tmp_path: Path, used_mb: int, visible: str, status: str
+) -> None:
+    table = smi_table(1, used_mb=used_mb) + smi_table(3).replace(smi_table(1), "")
+    line = smi_lines(tmp_path, table, visible=visible)["card 0"]
+    assert line.status == status
+    assert "ASCEND_RT_VISIBLE_DEVICES=1,2" in line.remedy_in("en") and "=1,2" in line.remedy_in("zh")
+
+
+@pytest.mark.parametrize(("visible", "status"), [("", FAIL), ("1", WARN)])
+def test_an_unhealthy_card_that_is_left_out_fails_nothing(tmp_path: Path, visible: str, status: str) -> None:
+    table = smi_table(1, health="Alarm") + smi_table(2).replace(smi_table(1), "")
+    line = smi_lines(tmp_path, table, visible=visible)["card 0"]
+    assert line.status == status and "ASCEND_RT_VISIBLE_DEVICES=1" in line.remedy_in("en")
 
 
 def test_a_missing_npu_smi_fails_a_host_but_not_a_container_with_cards(tmp_path: Path) -> None:
@@ -266,6 +315,48 @@ def test_an_operation_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) ->
     assert numerics.attend(torch.bfloat16, 64) > numerics.TOLERANCE[torch.bfloat16]
     monkeypatch.setattr(Operations, "norm", lambda self, x: x * float("nan"))
     assert numerics.norm(torch.bfloat16) == float("inf")
+
+
+def failing(message: str) -> Callable[..., float]:
+    def check(*_: object, **__: object) -> float:
+        raise RuntimeError(message)
+
+    return check
+
+
+def test_a_chip_without_fp16_passes_if_training_uses_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu(monkeypatch)
+    for name in ("there_and_back", "attend", "decode", "norm", "rotary", "adamw"):
+        monkeypatch.setattr(numerics, name, lambda *_, **__: 0.0)
+    matmul = numerics.matmul
+    lacks = failing("call aclnnMm failed, error code is 161002")
+    monkeypatch.setattr(numerics, "matmul", lambda dtype: lacks() if dtype == torch.float16 else matmul(dtype))
+    told = Told()
+    device_checks.check_numerics(told, None, torch.bfloat16)
+    named = by_name(told.lines)
+    assert named["matmul float16"].status == WARN and {line.status for line in told.lines} == {PASS, WARN}
+    told = Told()
+    device_checks.check_numerics(told, None, torch.float16)  # a chip that trains in fp16 needs it
+    assert by_name(told.lines)["matmul float16"].status == FAIL
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "call aclnnInplaceZero failed, error code is 561103 EZ9999: Parse dynamic kernel config fail.",
+        "aclnnAddRmsNorm or aclnnAddRmsNormGetWorkspaceSize not in libopapi.so, or libopapi.so not found",
+    ],
+)
+def test_an_operator_that_fails_without_its_ops_package_names_the_package(
+    message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numerics, "norm", failing(message))
+    for name in ("there_and_back", "matmul", "stacked_matmul", "attend", "decode", "rotary", "loss", "adamw"):
+        monkeypatch.setattr(numerics, name, lambda *_, **__: 0.0)
+    told = Told()
+    device_checks.check_numerics(told, None, torch.bfloat16)
+    line = by_name(told.lines)["rms norm bfloat16"]
+    assert line.status == FAIL and "ops" in line.remedy_in("en") and "算子包" in line.remedy_in("zh")
 
 
 def answers(**changes: object) -> list[RankResult]:

@@ -1,6 +1,8 @@
 """check_npu.py --processes: which processes it lists, and that it ends the picked processes and no others."""
 
 import os
+import pwd
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +89,13 @@ def test_a_launcher_and_its_ranks_are_one_job_and_another_job_is_not_named_with_
     }
 
 
+def test_where_all_work_as_root_the_login_tells_whose_process_it_is(tmp_path: Path) -> None:
+    (tmp_path / "loginuid").write_text("54321")
+    assert processes.user_of(tmp_path) == "54321"
+    (tmp_path / "loginuid").write_text(str(2**32 - 1))  # no login started it
+    assert processes.user_of(tmp_path) == pwd.getpwuid(tmp_path.stat().st_uid).pw_name
+
+
 def test_the_list_is_printed_with_the_command_that_ends(trainer: subprocess.Popen[bytes], tmp_path: Path) -> None:
     code, out, _ = run("--processes", "--lang", "en", ASCEND_ROOT_PREFIX=str(tmp_path))
     assert code == 0
@@ -94,7 +103,8 @@ def test_the_list_is_printed_with_the_command_that_ends(trainer: subprocess.Pope
         line for line in out.splitlines() if line.endswith(f" python check_npu.py --processes --end {trainer.pid}")
     ]
     assert len(named) == 1 and "-m scripts.base_train" in named[0], "a line that ends this job and no other"
-    assert "memory  command" in out, "the columns have names"
+    assert re.search("memory +user +command", out), "the columns have names"
+    assert pwd.getpwuid(os.getuid()).pw_name in named[0] and str(tmp_path) in named[0], "whose job it is, and where"
     code, out, _ = run("--processes", "--lang", "zh", ASCEND_ROOT_PREFIX=str(tmp_path), PYTHONIOENCODING="ascii")
     assert code == 0 and "\\u547d\\u4ee4" in out, "a terminal without Chinese gets escape sequences, no traceback"
     code, out, _ = run("--processes", "--end", str(trainer.pid), "1", ASCEND_ROOT_PREFIX=str(tmp_path))

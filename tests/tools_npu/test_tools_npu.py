@@ -117,6 +117,8 @@ def test_a_user_must_be_root_or_in_the_group_if_it_exists(tmp_path: Path) -> Non
         ({"PYTORCH_NPU_ALLOC_CONF": "a:b"}, "2.9.0", []),
         ({"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:9"}, "2.9.0",
          [("FAIL", "PYTORCH_NPU_ALLOC_CONF")]),
+        ({"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:9"}, "2.9.0", [("WARN", "PYTORCH_NPU_ALLOC_CONF")]),
+        ({"PYTORCH_NPU_ALLOC_CONF": "garbage_collection_threshold:0.9"}, "2.9.0", [("WARN", "PYTORCH_NPU_ALLOC_CONF")]),
         ({"CUDA_VISIBLE_DEVICES": "0"}, "", [("WARN", "CUDA_VISIBLE_DEVICES")]),
         ({"CUDA_VISIBLE_DEVICES": "0", "ASCEND_RT_VISIBLE_DEVICES": "0"}, "", []),
         ({"HCCL_EXEC_TIMEOUT": "soon"}, "", [("FAIL", "HCCL_EXEC_TIMEOUT")]),

@@ -83,6 +83,14 @@ def test_every_number_has_a_least_value() -> None:
     assert found == {*LEAST, *ABOVE_ZERO, *ELSEWHERE} and WHY.keys() <= {*LEAST, *ABOVE_ZERO}
 
 
+@pytest.mark.parametrize("name", ["eval_every", "save_every", "save_seconds", "hang_seconds", "keep"])
+def test_minus_one_which_switches_off_upstream_is_told_zero(name: str) -> None:
+    if name not in numbers("base"):
+        pytest.fail(f"base_train has no --{name}")
+    with pytest.raises(UserError, match=rf"--{name} must be at least 0 \(0 .*got -1"):
+        made("base", **{name: -1})
+
+
 @pytest.mark.parametrize("stage", SCRIPTS)
 def test_numbers_below_the_least_are_refused_and_the_least_is_not(stage: str) -> None:
     for name in sorted(numbers(stage) - {*ELSEWHERE}):

@@ -22,6 +22,7 @@ import requests
 
 from nanochat.common import UserError, fsync_path, read_json, sha256_of, tr, visible, write_json
 from nanochat.data.locks import hold_lock, open_regular
+from nanochat.data.sources import net
 from nanochat.data.sources.hub import how_to_be_admitted
 
 CHUNK = 1 << 16  # bytes written at a time; a broken connection loses less than one chunk
@@ -417,7 +418,7 @@ def _request(
     all_headers = {"Accept-Encoding": "identity", **transfer.headers, **headers}
     timeout = transfer.patience.stall_seconds
     try:
-        response = requests.get(url, headers=all_headers, stream=True, timeout=timeout)
+        response = net.request("GET", url, headers=all_headers, stream=True, timeout=timeout)
     except (
         requests.exceptions.InvalidURL,
         requests.exceptions.InvalidSchema,

@@ -1,9 +1,10 @@
-"""A table of Ascend chips by SoC version.
+"""A table of Ascend chips by SoC version, and the names under which people know them.
 
-A chip is identified by its SoC version alone, because names mislead: `Ascend910B` is of the first
-generation, `Ascend910B3` of the second. This module needs no torch.
+The chip of a host is identified by its SoC version alone, because names mislead: `Ascend910B` is of
+the first generation, `Ascend910B3` of the second. This module needs no torch.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -143,6 +144,43 @@ CHIPS = (
         operators=OPERATORS_950,
     ),
 )
+
+
+# The training chips of the second generation. Atlas A2 servers were sold with several of them.
+SECOND_GENERATION = ("910B1", "910B2", "910B2C", "910B3", "910B4", "910B4-1")
+# Names that torch_npu, npu-smi and purchase orders use, as patterns for the whole name without the
+# brand, blanks, hyphens and underscores, and the chips that they may mean. The first match counts.
+# A chip's own name needs no row.
+NAMES = (
+    (r"910(premium|pro)a|910prob", ("910A",)),
+    # torch_npu's Ascend910B is of the first generation, and everybody else's is of the second.
+    (r"910b", (*SECOND_GENERATION, "910A")),
+    # npu-smi calls both so: the first generation and the two dies of an Atlas A3.
+    (r"910", ("910A", "910C")),
+    (r"91093(\d\d|xx)?|910c\d*", ("910C",)),
+    (r"310p\d?(v\d)?|310pro", ("310P",)),
+    (r"310b\d?", ("310B",)),
+    (r"950(pr|dt)?(95\w*)?|91095(\w\w)?", ("950",)),
+    (r"a3|atlas\w*a3\w*", ("910C",)),
+    (r"atlas(200i?|500)\w*a2|orangepi\w*", ("310B",)),
+    (r"a2|atlas\w*a2\w*", SECOND_GENERATION),
+    (r"atlas300[iv](pro|duo)|atlas300v", ("310P",)),
+    (r"atlas(300t(pro)?|800|900(pod)?)(model)?(90[01]0)?", ("910A",)),
+    (r"atlas(350|850|950)\w*", ("950",)),
+)
+
+
+def called(name: str) -> list[AscendChip]:
+    """Return the chips that a name may mean: one, several if it is ambiguous, or none."""
+    plain = re.sub(r"[\s_()（）-]+", "", name.lower())
+    plain = re.sub(r"^(huawei|华为|ascend|昇腾|npu)+", "", plain)
+    for chip in CHIPS:
+        if plain == chip.name.lower().replace("-", ""):
+            return [chip]
+    for pattern, chip_names in NAMES:
+        if re.fullmatch(pattern, plain):
+            return [chip for chip in CHIPS if chip.name in chip_names]
+    return []
 
 
 def chip_of(soc: int) -> AscendChip | None:

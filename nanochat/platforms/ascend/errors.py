@@ -23,6 +23,14 @@ TROUBLES = (
         "默认的 TASK_QUEUE_ENABLE=2 可能抬高显存峰值，只差一点时可以改成 TASK_QUEUE_ENABLE=1",
     ),
     (
+        r"libopapi\.so|\b561103\b|Parse dynamic kernel config fail|AclOpKernelInit failed",
+        "CANN does not find the kernel of this operator: the ops (kernels) package is missing, or it is of another version "
+        "or for another chip. Install the ops package of the toolkit's version for this chip; python check_npu.py shows "
+        "both versions",
+        "CANN 找不到这个算子的内核：没装算子包（ops/kernels），或算子包的版本、芯片型号不对。请安装与 toolkit 同版本、"
+        "对应本机芯片的算子包；python check_npu.py 会列出两者的版本",
+    ),
+    (
         r"[Uu]nsupported soc version",
         "this torch_npu is older than the chip and does not know it. Install a newer one: bash setup_ascend.sh "
         "--torch-npu VERSION (for an Ascend 950 such as 2.10.0.post4 or later, with CANN 9.1)",
@@ -70,9 +78,64 @@ TROUBLES = (
         "或者在第一次用 NPU 之前创建",
     ),
     (
+        r"EI0004|EI0014",
+        "the ranks do not agree on which cards and hosts take part: a rank table (RANK_TABLE_FILE) is wrong, or "
+        "WORLD_SIZE and RANK of the hosts do not fit each other. unset RANK_TABLE_FILE, and start every host with the same "
+        "number of hosts and ranks",
+        "各进程对集群信息的认识不一致：rank table（RANK_TABLE_FILE）有误，或各主机的 WORLD_SIZE、RANK 对不上。请 "
+        "unset RANK_TABLE_FILE，并让每台主机用同样的主机数和进程数启动",
+    ),
+    (
+        r"EI0015",
+        "some ranks did not report to rank 0 in time. Look in every rank's output for the first error; check that all hosts "
+        "have started and reach the first one (HCCL_IF_IP, HCCL_SOCKET_IFNAME), then raise HCCL_CONNECT_TIMEOUT",
+        "有进程没能按时向 0 号进程报到。请先看每个进程最早的报错；确认所有主机都已启动、都能连到第一台主机（HCCL_IF_IP、"
+        "HCCL_SOCKET_IFNAME），再调大 HCCL_CONNECT_TIMEOUT",
+    ),
+    (
         r"TORCH_NPU_FALLBACK_CPU_DISABLE|not currently implemented for the NPU|fall back to run on the CPU",
         "an operator does not exist on this NPU. Update CANN and torch_npu (python check_npu.py), or try --kernels plain",
         "NPU 上没有这个算子。请升级 CANN 和 torch_npu（先用 python check_npu.py 检查），或改用 --kernels plain",
+    ),
+    # Families of codes, which say only in which part of CANN a call failed. They stand after the codes
+    # that name a cause, because CANN prints several codes at once.
+    (
+        r"\b16100[12]\b|EZ1001",
+        "an operator refuses its inputs: this chip or CANN does not know their number format or shape. Try --kernels plain; "
+        "if it fails again, report the operator's name, which starts with aclnn, with python check_npu.py --json",
+        "算子不接受输入：这种芯片或这个版本的 CANN 不支持该数据类型或形状。请试试 --kernels plain；仍然失败，就把报错里以 "
+        "aclnn 开头的算子名连同 python check_npu.py --json 的输出报告给我们",
+    ),
+    (
+        r"\b507[89]\d\d\b",
+        "the driver failed: another container may hold this card, the card may have dropped out, or driver, firmware and "
+        "CANN do not fit each other. Look at npu-smi info and `dmesg`, leave the card out with ASCEND_RT_VISIBLE_DEVICES, or "
+        "run python check_npu.py",
+        "驱动内部出错：这张卡可能被别的容器占用，可能掉卡，也可能是驱动、固件与 CANN 不配套。请查看 npu-smi info 和 dmesg，"
+        "用 ASCEND_RT_VISIBLE_DEVICES 避开这张卡，或运行 python check_npu.py",
+    ),
+    (
+        r"\b507\d\d\d\b|aicore exception",
+        "an operator failed on the card. ASCEND_LAUNCH_BLOCKING=1 shows which one; if it is always the same, try --kernels "
+        "plain and update CANN with its ops package; if it is always the same card, leave the card out with "
+        "ASCEND_RT_VISIBLE_DEVICES",
+        "算子在卡上执行失败。设 ASCEND_LAUNCH_BLOCKING=1 可以看出是哪个算子；如果总是同一个算子，请试试 --kernels plain，并"
+        "升级 CANN 和算子包；如果总是同一张卡，请用 ASCEND_RT_VISIBLE_DEVICES 避开它",
+    ),
+    (
+        r"\b107\d\d\d\b|EE1001",
+        "CANN's runtime refuses a call: most often the number of the card does not exist. Compare "
+        "ASCEND_RT_VISIBLE_DEVICES and NPROC_PER_NODE with `npu-smi info`; in code of your own, call "
+        "torch.npu.set_device in every process and thread first",
+        "CANN 运行时拒绝了一次调用：多半是卡号不存在。请对照 npu-smi info 检查 ASCEND_RT_VISIBLE_DEVICES 和 NPROC_PER_NODE；"
+        "如果是自己的代码，每个进程和线程都要先调用 torch.npu.set_device",
+    ),
+    (
+        r"E[EHZ]9999",
+        "CANN failed inside, and this code does not say why. Look for another code in the lines around it and in "
+        "~/ascend/log, then run python check_npu.py, which tries every operator of training",
+        "CANN 内部出错，仅凭这个错误码看不出原因。请在它前后的输出和 ~/ascend/log 里找别的错误码，再运行 python check_npu.py，"
+        "它会逐个试用训练要用的算子",
     ),
 )
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nanochat.common import UserError, log, tr
 from nanochat.platforms.ascend import environment, errors, kernels
-from nanochat.platforms.ascend.chips import CHIPS, AscendChip, chip_of
+from nanochat.platforms.ascend.chips import CHIPS, AscendChip, called, chip_of
 from nanochat.platforms.ascend.environment import PortBlocks
 from nanochat.platforms.ascend.kernels import KINDS, NEEDS, AscendPlain
 from nanochat.platforms.ascend.operators import ATTENTION, AscendListed, try_operators
@@ -99,6 +99,10 @@ class Ascend(Platform):
     def chips(self) -> Sequence[AscendChip]:
         """Return all chips with a known peak, which the planner can plan for on any host."""
         return [chip for chip in CHIPS if chip.tflops]
+
+    def chips_called(self, name: str) -> Sequence[AscendChip]:
+        """Return the chips that a name of torch_npu, npu-smi or a purchase order may mean."""
+        return called(name)
 
     def best_dtype(self) -> tuple[torch.dtype, str]:
         """Return bf16 if the chip supports it, or else fp16, and why."""

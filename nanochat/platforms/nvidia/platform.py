@@ -1,5 +1,6 @@
 """NVIDIA GPUs: their peaks and formats, their attention, and messages about unusable GPUs."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,6 +152,17 @@ class Nvidia(Platform):
     def chips(self) -> Sequence[Chip]:
         """Return the kinds of GPUs that nanochat.planner can plan for."""
         return CHIPS
+
+    def chips_called(self, name: str) -> Sequence[Chip]:
+        """Return the GPU of an SXM server that `name` means, with the memory that it names."""
+        if re.search("pcie|nvl", name, re.IGNORECASE):  # their peak and links are others
+            return []
+        memory = re.search(r"(\d+) ?GB", name, re.IGNORECASE)
+        return [
+            NvidiaChip(chip.name, float(memory[1]) if memory else chip.memory_gib)
+            for chip in CHIPS
+            if re.search(rf"\b{chip.name}\b", name, re.IGNORECASE)
+        ]
 
     @property
     def chip(self) -> Chip | None:

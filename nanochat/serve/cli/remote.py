@@ -11,6 +11,7 @@ import requests
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Message, Part
+from nanochat.data.sources import net
 
 CONNECT_SECONDS = 10
 READ_SECONDS = 600  # a busy server may take minutes to its first token
@@ -27,12 +28,12 @@ class Remote:
     """
 
     def __init__(self, url: str, api_key: str):
-        """Connect to the server at a URL, with or without /v1 at its end.
+        """Connect to the server at a URL, with or without /v1 or a route such as /v1/models.
 
         Raises UserError if the URL is not HTTP (exit code 2), if no OpenAI-compatible server
         answers, or if it refuses the key.
         """
-        self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self.url = net.api_address(url)
         if not url.startswith(("http://", "https://")):
             raise UserError(
                 f"--url must begin with http:// or https://, got {url}: write it in full",
@@ -165,7 +166,7 @@ class Remote:
         """
         timeout = (CONNECT_SECONDS, READ_SECONDS)
         try:
-            response = requests.request(
+            response = net.request(
                 method,
                 f"{self.url}/{path}",
                 json=body,

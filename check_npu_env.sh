@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# The name that older guides use for check_npu.py.
+exec python3 "$(dirname "$0")/check_npu.py" "$@"
