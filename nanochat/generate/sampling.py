@@ -18,7 +18,7 @@ from nanochat.generate.reply import Alternatives
 COLDEST = 1e-5
 UNBOUNDED = 3e38  # the largest temperature, close to the largest fp32 number
 MOST_ALTERNATIVES = 20  # most likely tokens that can be reported for a position
-MOST_STOPS = 16  # stop strings or stop tokens in a request
+MOST_STOPS = 64  # stop strings or stop tokens in a request
 LONGEST_STOP = 256  # characters in a stop string
 MOST_BIASES = 1024  # tokens with a bias in a request
 MOST_BIAS = 100.0  # absolute value of a bias

@@ -8,8 +8,11 @@ from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanochat.serve.connections import Caps
 from nanochat.serve.listening import App, Guard
@@ -105,7 +108,16 @@ def create_app(models: Sequence[Loadable], settings: Settings) -> App:
         _add_pages(app, {"/runs": files["runs/index.html"]}, files)
         runs.add_to(app)
     _add_api(app, server)
-    guarded = Guard(app, settings.hosts, settings.api_key)
+    _answer_head(app)
+    guarded: ASGIApp = Guard(app, settings.hosts, settings.api_key)
+    if settings.origins:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=settings.origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Skipped-Tools", "Retry-After"],
+        )
     return App(guarded, server.models.threads, settings.caps)
 
 
@@ -150,6 +162,7 @@ def create_runs_app(
     _add_pages(app, dict.fromkeys(("/", "/runs"), files["runs/index.html"]), files)
     runs.add_to(app)
     app.add_api_route("/health", health)
+    _answer_head(app)
     return App(Guard(app, hosts, api_key), [], Caps())
 
 
@@ -170,11 +183,46 @@ def _application(
 
     # FastAPI's own documentation pages load scripts from the internet, which fails on a machine
     # without a network.
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = FastAPI(
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
+    app.add_middleware(WithoutSlash)
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, refused)
     app.add_exception_handler(ClientDisconnect, left)
     return app
+
+
+class WithoutSlash:
+    """Passes requests on without the slashes at the end of their path.
+
+    A redirect instead would name an absolute address, with the http of this server even behind a
+    proxy that speaks https, and many clients do not send the body of a POST again.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        await self.app(scope, receive, send)
+
+
+def _answer_head(app: FastAPI) -> None:
+    """Let every route of `app` that answers GET answer HEAD too; the server sends no body then."""
+    for route in app.routes:
+        if isinstance(route, APIRoute) and "GET" in route.methods:
+            route.methods.add("HEAD")
 
 
 def _add_pages(

@@ -24,6 +24,7 @@ from nanochat.serve.routes.answers import (
 )
 from nanochat.serve.routes.fields import (
     READ,
+    VLLM_NEUTRAL,
     ApiError,
     Defaults,
     Limits,
@@ -31,7 +32,6 @@ from nanochat.serve.routes.fields import (
     alternatives,
     check_scores,
     flag,
-    integer,
     invalid,
     is_tokens,
     kind,
@@ -39,6 +39,7 @@ from nanochat.serve.routes.fields import (
     read_fields,
     read_settings,
     token_ids,
+    upper_bound,
 )
 from nanochat.tokenizer import Tokenizer
 
@@ -50,7 +51,7 @@ FIELDS = READ | {
     "echo",
     "add_special_tokens",
 }
-NEUTRAL: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,)}
+NEUTRAL: dict[str, tuple[Any, ...]] = {"suffix": ("",), **VLLM_NEUTRAL}
 MAX_TOKENS = 16  # of a reply if the request does not set it; OpenAI's value for this route
 
 
@@ -106,11 +107,10 @@ class CompletionRequest:
         if not prompt:
             text = f"prompt {number} is empty: it must have a token"
             raise ApiError(400, "empty_prompt", text, "prompt")
-        reply_length = self.settings.max_tokens or 1
-        if len(prompt) + reply_length > limits.context:
+        if len(prompt) >= limits.context:
             text = (
                 f"the model's context holds {limits.context} tokens; prompt {number} has "
-                f"{len(prompt)}, and {reply_length} more are asked for: shorten the prompt"
+                f"{len(prompt)}, which leaves no room for an answer: shorten the prompt"
             )
             raise ApiError(400, "context_length_exceeded", text, "prompt")
 
@@ -138,7 +138,7 @@ def read_completion(
     Raises ApiError: 404 for an unknown model, and 400 for any other invalid body.
     """
     fields = read_fields(value, limits, FIELDS, NEUTRAL)
-    max_tokens = integer(fields, "max_tokens", 0, limits.context)
+    max_tokens = upper_bound(fields, "max_tokens", limits.context, low=0)
     if max_tokens is None:
         max_tokens = MAX_TOKENS
     echo = flag(fields, "echo")

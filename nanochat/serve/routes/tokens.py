@@ -14,10 +14,22 @@ from nanochat.serve.routes.fields import (
     read_fields,
     token_ids,
 )
-from nanochat.serve.routes.messages import read_conversation, render_chat
+from nanochat.serve.routes.messages import (
+    continues,
+    read_conversation,
+    render_chat,
+    without_beginning,
+)
 from nanochat.tokenizer import ROLES, Tokenizer
 
-FIELDS = {"prompt", "messages", "add_special_tokens", "return_token_strs", "add_generation_prompt"}
+FIELDS = {
+    "prompt",
+    "messages",
+    "add_special_tokens",
+    "return_token_strs",
+    "add_generation_prompt",
+    "continue_final_message",
+}
 
 
 def tokenize(
@@ -29,9 +41,14 @@ def tokenize(
 
     A text that spells one special token, and nothing else, becomes that token.
     """
-    fields = read_fields(value, limits, FIELDS, {"add_generation_prompt": (True,)})
+    fields = read_fields(value, limits, FIELDS, {})
+    continued = continues(fields)
     if fields.get("messages") is not None:
-        tokens = render_chat(read_conversation(fields["messages"]), tokenizer)
+        conversation = read_conversation(fields["messages"], continued=continued)
+        beginning: list[int] = []
+        if continued:
+            conversation, beginning = without_beginning(conversation, tokenizer)
+        tokens = [*render_chat(conversation, tokenizer), *beginning]
     else:
         tokens = _text_tokens(fields, tokenizer)
     texts = None
