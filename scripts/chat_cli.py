@@ -430,8 +430,17 @@ def open_model(cfg: Config, chat: Chat) -> None:
         length=chosen.context,
         graphs=chosen.captures,
     )
-    drawing = chat_drawing(loaded.corpus, cfg.temperature, cfg.min_p)
-    chat.sampling = replace(chat.sampling, temperature=drawing.temperature, min_p=drawing.min_p)
+    drawing = chat_drawing(
+        loaded.corpus, cfg.temperature, cfg.min_p, cfg.top_k, loaded.tokenizer.sampling
+    )
+    chat.sampling = replace(
+        chat.sampling,
+        temperature=drawing.temperature,
+        min_p=drawing.min_p,
+        top_k=drawing.top_k or None,
+        top_p=drawing.top_p,
+        repetition_penalty=drawing.repetition_penalty,
+    )
     chat.note(
         "model",
         stage=loaded.stage,

@@ -64,9 +64,11 @@ class Config(ModelFlags):
     Each model has its own memory and slots."""
     temperature: Annotated[float | Literal["auto"], arg(aliases=["-t"])] = "auto"
     """Randomness of the answers, 0 to 2: 0 always takes the likeliest token. auto:
-    1 for a TinyWorld model, else 0.6. A request may set its own."""
-    top_k: Annotated[int, arg(aliases=["-k"])] = 50
-    """Sample from the k likeliest tokens; 0 samples from all. A request may set its own."""
+    1 for a TinyWorld model, the value of a published model's generation_config.json, else 0.6.
+    A request may set its own."""
+    top_k: Annotated[int | Literal["auto"], arg(aliases=["-k"])] = "auto"
+    """Sample from the k likeliest tokens; 0 samples from all. auto: the publisher's value,
+    else 50. A request may set its own."""
     min_p: float | Literal["auto"] = "auto"
     """Never draw a token less likely than this share of the likeliest, 0 to 1;
     0 draws from all of top_k. auto: 0.5 for a TinyWorld model, else 0.
@@ -312,7 +314,9 @@ def loadable(
     The model gets an engine of its own, which holds `adapters`.
     """
     loaded = chosen.loaded
-    drawing = chat_drawing(loaded.corpus, cfg.temperature, cfg.min_p)
+    drawing = chat_drawing(
+        loaded.corpus, cfg.temperature, cfg.min_p, cfg.top_k, loaded.tokenizer.sampling
+    )
     announced = Announced(
         model=name,
         stage=loaded.stage,
@@ -320,7 +324,9 @@ def loadable(
         step=loaded.step,
         temperature=drawing.temperature,
         min_p=drawing.min_p,
-        top_k=min(cfg.top_k, loaded.tokenizer.vocab_size),
+        top_k=min(drawing.top_k, loaded.tokenizer.vocab_size),
+        top_p=drawing.top_p,
+        repetition_penalty=drawing.repetition_penalty,
         max_tokens=cfg.max_tokens,
         about=about(chosen),
     )
@@ -455,7 +461,8 @@ def log_model(
     log(f"缓存 / cache: {slots} slots x {chosen.context:,} tokens, up to {gigabytes:.2g} GB")
     if chosen.latest:
         log(f"这是最近训练的模型 / this is the model that was trained last: {chosen.latest}")
-    numbers = f"温度 / temperature {drawing.temperature:g}, min-p {drawing.min_p:g}"
+    numbers = f"温度 / temperature {drawing.temperature:g}, top-k {drawing.top_k}"
+    numbers += f", top-p {drawing.top_p:g}, min-p {drawing.min_p:g}"
     log(f"{numbers}: {drawing.reason['zh']} / {drawing.reason['en']}")
 
 

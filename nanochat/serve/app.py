@@ -171,12 +171,12 @@ def _application(
 ) -> FastAPI:
     """Return an application without routes, which answers errors with OpenAI's error JSON."""
 
-    async def refused(_: Request, failure: Exception) -> Response:
+    async def refused(request: Request, failure: Exception) -> Response:
         if isinstance(failure, ApiError):
             # The traceback refers to the request and to the error itself, so that only a garbage
             # collection would free them.
             failure.__traceback__ = None
-        return error(_refusal(failure))
+        return error(_refusal(failure, request.url.path))
 
     async def left(_: Request, failure: Exception) -> Response:
         return Response()  # nobody reads it
@@ -248,14 +248,17 @@ def _add_pages(
     app.add_api_route("/assets/{name:path}", asset)
 
 
-def _refusal(failure: Exception) -> ApiError:
-    """Return the error that a client gets for a failed request.
+def _refusal(failure: Exception, path: str) -> ApiError:
+    """Return the error that a client gets for a failed request to `path`.
 
     The details of a fault in this server stay in its log.
     """
     if isinstance(failure, ApiError):
         return failure
     if isinstance(failure, HTTPException):
-        text = f"{failure.detail}: docs/chat.md lists the routes"
+        subject = f"this server has no {path[:80]}"
+        if failure.status_code != 404:
+            subject = f"{failure.detail} at {path[:80]}"
+        text = f"{subject}: docs/chat.md lists the routes"
         return ApiError(failure.status_code, "not_found", text)
     return ApiError(500, "server_failed", "the server failed: its log says why")

@@ -47,6 +47,10 @@ class ByteTokenizer:
     marks_begin = True
     vocab_size = 256 + len(ROLES)
 
+    @property
+    def specials(self) -> dict[str, int]:
+        return {role: self.special(role) for role in ROLES}
+
     def special(self, role: str) -> int:
         return 256 + ROLES.index(role)
 

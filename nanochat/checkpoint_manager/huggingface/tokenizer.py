@@ -44,6 +44,14 @@ ROWLESS = (
     "user_end",
     "assistant_start",
 )
+# Settings of generation_config.json for chats, each with the smallest and the largest value.
+SAMPLING = {
+    "temperature": (0, 2),
+    "top_k": (0, 10**9),
+    "top_p": (1e-6, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-3, 1e3),
+}
 # Private-use characters that mark parts of a rendered text. If a user spells out a special token,
 # the rendered text has the token's index in _replaced between OPEN and CLOSE in its place. The
 # assistant's words are between BEGIN and END. If a text contains these characters itself, they are
@@ -200,6 +208,28 @@ class FolderTokenizer:
             )
         return frozenset(stops)
 
+    @cached_property
+    def sampling(self) -> dict[str, float]:
+        """The publisher's settings for chats: those of generation_config.json that SAMPLING names.
+
+        Raises UserError if one of them is no number, or out of range.
+        """
+        content = self._read_object("generation_config.json")
+        sampling: dict[str, float] = {}
+        for name, (low, high) in SAMPLING.items():
+            value = content.get(name)
+            if value is None:
+                continue
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            is_number = whole or (isinstance(value, float) and name != "top_k")
+            if not is_number or not low <= value <= high:
+                raise UserError(
+                    f"{name} in {self.folder / 'generation_config.json'} must be from {low:g} to "
+                    f"{high:g}, got {reprlib.repr(value)}. Correct it, or leave it out"
+                )
+            sampling[name] = value
+        return sampling
+
     @property
     def template_source(self) -> str | None:
         """The Jinja source of the model's chat template, or None if there is none.
@@ -262,6 +292,11 @@ class FolderTokenizer:
         return "a_tool" in text
 
     # --- text ------------------------------------------------------------------------------------
+
+    @property
+    def specials(self) -> dict[str, int]:
+        """The special tokens, as a dict from spelling to ID."""
+        return self._specials
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text.

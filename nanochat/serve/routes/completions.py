@@ -1,5 +1,8 @@
 """Answers POST /v1/completions: continues texts or tokens as they are, without chat markup.
 
+Clients write that markup themselves, so that a special token that a prompt spells out is that
+token, as for vLLM.
+
 Evaluation harnesses use this route. With `echo` and `logprobs`, it also returns the
 log-probabilities of a prompt's tokens.
 """
@@ -41,6 +44,7 @@ from nanochat.serve.routes.fields import (
     token_ids,
     upper_bound,
 )
+from nanochat.serve.routes.tokens import encode_marked, has_marks
 from nanochat.tokenizer import Tokenizer
 
 FIELDS = READ | {
@@ -83,7 +87,10 @@ class CompletionRequest:
             sum(map(self._scores, requests)),
             "n, max_tokens or logprobs, or send fewer or shorter prompts",
         )
-        texts = [item if isinstance(item, str) else _text(item, tokenizer) for item in self.prompts]
+        texts = []
+        for item, prompt in zip(self.prompts, prompts, strict=True):
+            as_sent = isinstance(item, str) and not has_marks(item, tokenizer)
+            texts.append(str(item) if as_sent else _text(prompt, tokenizer))
 
         def writer(number: str) -> CompletionWriter:
             return CompletionWriter(f"cmpl-{number}", limits.model, self, prompts, texts, tokenizer)
@@ -94,7 +101,7 @@ class CompletionRequest:
         """Return the tokens of a prompt, given as a text or as tokens."""
         if not isinstance(item, str):
             return item
-        tokens = tokenizer.encode(item)
+        tokens = encode_marked(item, tokenizer)
         return [tokenizer.bos, *tokens] if self.bos and tokenizer.marks_begin else tokens
 
     def _check_length(
