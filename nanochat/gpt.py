@@ -115,7 +115,12 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def rotary_tables(
-    length: int, head_dim: int, device: torch.device, dtype: torch.dtype, base: float = 100_000
+    length: int,
+    head_dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    base: float = 100_000,
+    divisors: Tensor | None = None,  # (D/2,) of the frequencies
 ) -> tuple[Tensor, Tensor]:  # (length, D/2) each
     """Return the cosines and sines of the rotary embedding at positions 0 .. length - 1.
 
@@ -123,6 +128,8 @@ def rotary_tables(
     """
     channels = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
     frequency = base ** (-channels / head_dim)
+    if divisors is not None:
+        frequency = frequency / divisors
     angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 

@@ -85,6 +85,7 @@ class Tokenizer:
     """A vocabulary: byte sequences in the order in which they were learned, then special tokens."""
 
     marks_begin = True  # every text and conversation begins with bos
+    adds_bos = True  # every plain text too
     takes_system = False  # there is no mark for system text, which goes in front of a question
     takes_tools = False
     sampling: ClassVar[

@@ -31,6 +31,7 @@ LARGEST = {
     "delta_key_dim": 1 << 12,
     "delta_value_dim": 1 << 12,
     "delta_width": 1 << 6,
+    "rope_original": 1 << 20,
 }
 # The same for settings that may be zero.
 MAY_BE_ZERO = {
@@ -43,7 +44,7 @@ MAY_BE_ZERO = {
     "output_gate": 1,
     "rotary_dim": 1 << 12,
 }
-POSITIVE_FRACTIONS = ("rope_theta", "norm_eps")
+POSITIVE_FRACTIONS = ("rope_theta", "norm_eps", "rope_factor", "rope_low", "rope_high")
 LONGEST_TEXT = 1_000  # characters of a text such as window_pattern: one per layer
 Shape = TypeVar("Shape")
 
@@ -66,6 +67,9 @@ def families() -> dict[str, Family]:
     qwen = appendix("nanochat.models.qwen.model")
     if qwen is not None:
         table["qwen"] = Family(qwen.Qwen, qwen.QwenConfig)
+    llama = appendix("nanochat.models.llama")
+    if llama is not None:
+        table["llama"] = Family(llama.Llama, llama.LlamaConfig)
     return table
 
 

@@ -4,6 +4,7 @@ python -m nanochat.export ~/my-model
 python -m nanochat.export ~/my-model --source base --model_tag d12 --dtype bfloat16
 python -m nanochat.export ~/my-model.gguf --format gguf --dtype float16
 python -m nanochat.export ~/merged --model ./Qwen3-0.6B --adapter ./my-adapter
+python -m nanochat.export ./SmolLM2 --from-gguf ./SmolLM2-135M-Instruct.Q4_1.gguf
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from tyro.conf import Positional
 from nanochat import device
 from nanochat.checkpoint_manager.load import Loaded, load_model, load_published
 from nanochat.common import UserError, log, run
-from nanochat.export import huggingface, llama
+from nanochat.export import from_gguf, huggingface, llama
 from nanochat.models.lora import merge
 
 
@@ -40,6 +41,9 @@ class Config:
     adapter: Path | None = None
     """Folder of an adapter (LoRA) for the model of --model, as scripts.finetune or peft wrote it;
     it is merged."""
+    from_gguf: Path | None = None
+    """GGUF file of a Llama or Qwen model to turn into a folder, for fine-tuning and transformers.
+    Its weights are dequantised."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of the weights. bfloat16 and float16 halve the size."""
 
@@ -70,9 +74,30 @@ def load(cfg: Config) -> Loaded:
     return loaded
 
 
+def _convert(cfg: Config, path: Path, target: Path) -> None:
+    """Turn a GGUF file into a folder, and log how to use it.
+
+    Raises UserError (exit code 2) if other flags select a model, or if the file is not supported.
+    """
+    if cfg.format != "huggingface" or (cfg.model, cfg.adapter, cfg.source) != (None, None, None):
+        raise UserError(
+            "--from-gguf turns a GGUF file into a folder, and takes no other flag than --dtype: "
+            "leave --format, --model, --adapter and --source out",
+            exit_code=2,
+        )
+    from_gguf.convert(path, target, cfg.dtype)
+    log(
+        f"wrote the model of {path} to {target}: `python -m scripts.chat_cli --model {target}` "
+        "chats with it, and `python -m scripts.finetune` trains it"
+    )
+
+
 def main(cfg: Config) -> None:
     """Load a model, export it to a new target, and log how other programs can load it."""
     target = cfg.target.expanduser()
+    if cfg.from_gguf is not None:
+        _convert(cfg, cfg.from_gguf.expanduser(), target)
+        return
     if target.exists():
         kind = "file" if cfg.format == "gguf" else "folder"
         raise UserError(f"{target} exists already: name another {kind}", 2)

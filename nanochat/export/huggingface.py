@@ -62,16 +62,21 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     ranks = [tokenizer.decode_bytes([rank]) for rank in range(min(special_ids))]
     content = json.loads(bpe.huggingface_json(ranks, tokenizer.regex, specials))
     bos = tokenizer.decode([tokenizer.bos])
-    bos_piece = {"SpecialToken": {"id": bos, "type_id": 0}}
+    content["post_processor"] = begin_mark(bos, tokenizer.bos)
+    return content
+
+
+def begin_mark(spelling: str, token: int) -> dict[str, Any]:
+    """Return the post_processor of a tokenizer.json that puts a token in front of every text."""
+    mark = {"SpecialToken": {"id": spelling, "type_id": 0}}
     first_text = {"Sequence": {"id": "A", "type_id": 0}}
     second_text = {"Sequence": {"id": "B", "type_id": 0}}
-    content["post_processor"] = {
+    return {
         "type": "TemplateProcessing",
-        "single": [bos_piece, first_text],
-        "pair": [bos_piece, first_text, bos_piece, second_text],
-        "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}},
+        "single": [mark, first_text],
+        "pair": [mark, first_text, mark, second_text],
+        "special_tokens": {spelling: {"id": spelling, "ids": [token], "tokens": [spelling]}},
     }
-    return content
 
 
 def is_known_family(loaded: Loaded) -> bool:

@@ -1,4 +1,4 @@
-"""Writes a model of the Qwen family as a GGUF file, with llama.cpp's names and layout."""
+"""Writes a Qwen or Llama model as a GGUF file, with llama.cpp's names and layout."""
 
 import math
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from nanochat.common import UserError
 from nanochat.export.gguf import PlannedTensor, Value, write
 from nanochat.export.huggingface import converted
 from nanochat.export.llama_vocabulary import vocabulary
+from nanochat.models.llama import LlamaConfig
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
 
@@ -47,6 +48,7 @@ LAYER_NAMES = {
 }
 # The same for parameters that have no module of their own.
 PARAMETER_NAMES = {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"}
+ROPE_DIVISORS = "rope_freqs.weight"  # of Llama 3; a tensor that is no parameter
 
 
 def architecture(config: QwenConfig) -> str:
@@ -54,6 +56,8 @@ def architecture(config: QwenConfig) -> str:
 
     Raises UserError (exit code 2) if llama.cpp cannot compute a model of this shape.
     """
+    if isinstance(config, LlamaConfig):
+        return "llama"
     if not config.output_gate:
         return "qwen3" if config.qk_norm else "qwen2"
     if config.delta_key_dim != config.delta_value_dim:
@@ -100,7 +104,7 @@ def _shape(config: QwenConfig) -> dict[str, Value]:
     return {f"{name}.{key}": value for key, value in values.items()}
 
 
-def _name(name: str, config: QwenConfig) -> str:
+def tensor_name(name: str, config: QwenConfig) -> str:
     """Return llama.cpp's name for a parameter."""
     if name in OUTER_NAMES:
         return OUTER_NAMES[name]
@@ -141,7 +145,24 @@ def _layout(name: str, x: Tensor, config: QwenConfig) -> Tensor:
         return _delta_layout(kind, x, config)
     if config.zero_centred and name.endswith("norm.weight"):
         return x + 1
-    return x
+    heads = _rotated_heads(name, config)
+    # llama.cpp rotates pairs of neighbouring channels of a Llama, and we rotate channels of the
+    # first half with channels of the second half.
+    return x.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2) if heads else x
+
+
+def our_layout(name: str, x: Tensor, config: QwenConfig) -> Tensor:
+    """Return a tensor of a GGUF file in the layout of our parameter; only without DeltaNets."""
+    heads = _rotated_heads(name, config)
+    return x.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2) if heads else x
+
+
+def _rotated_heads(name: str, config: QwenConfig) -> int:
+    """Return the number of heads in a parameter whose rows llama.cpp orders by pairs, else 0."""
+    if not isinstance(config, LlamaConfig):
+        return 0
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    return {"q_proj": config.n_head, "k_proj": config.n_kv_head}.get(module, 0)
 
 
 def _delta_layout(kind: str, x: Tensor, config: QwenConfig) -> Tensor:
@@ -172,7 +193,10 @@ def tensors(model: Qwen, dtype: torch.dtype) -> Iterator[PlannedTensor]:
         if len(shape) == 3:
             shape = (shape[0], shape[2])
         convert = partial(_convert, name, parameter, model.config, stored_dtype)
-        yield PlannedTensor(_name(name, model.config), shape, stored_dtype, convert)
+        yield PlannedTensor(tensor_name(name, model.config), shape, stored_dtype, convert)
+    divisors = model.rotary_divisors()
+    if divisors is not None:
+        yield PlannedTensor(ROPE_DIVISORS, tuple(divisors.shape), torch.float32, lambda: divisors)
 
 
 def _convert(
@@ -193,7 +217,7 @@ def export(loaded: Loaded, path: Path, dtype: str) -> None:
     model = loaded.model
     if not isinstance(model, Qwen):
         raise UserError(
-            "llama.cpp knows the architecture of Qwen models, and not that of nanochat's GPT. "
+            "llama.cpp knows the architectures of Qwen and Llama, and not that of nanochat's GPT. "
             "Train with `python -m scripts.base_train --family qwen3`, or export with --format "
             "huggingface",
             exit_code=2,

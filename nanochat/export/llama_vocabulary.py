@@ -11,21 +11,11 @@ from nanochat.checkpoint_manager.huggingface.tokenizer import FILE_NAME, FolderT
 from nanochat.common import UserError, read_json
 from nanochat.export.gguf import Value
 from nanochat.export.huggingface import CHAT_TEMPLATE, tokenizer_json
+from nanochat.export.llama_splits import QWEN2, SPLITS, Split, steps_of
 from nanochat.tokenizer import PATTERNS, Tokenizer
 
-# Split pattern -> llama.cpp's name for its own implementation. Outside ASCII they differ in one
-# letter, for published models too: llama.cpp does not treat the long s (U+017F) as an s.
-SPLITS = {
-    PATTERNS["qwen2"]: "qwen2",
-    (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ): "qwen2",
-    (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
-        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ): "qwen35",
-}
+# Our patterns for splits that llama.cpp knows under another regular expression.
+SAME_SPLITS = {PATTERNS["qwen2"]: QWEN2}
 # llama.cpp's codes for the kinds of tokens.
 NORMAL = 1
 CONTROL = 3
@@ -35,52 +25,55 @@ UNUSED = 5
 UNSUPPORTED = {
     "dropout": (None, 0, 0.0),
     "byte_fallback": (None, False),
-    "ignore_merges": (None, False),
     "fuse_unk": (None, False),
     "unk_token": (None,),
     "continuing_subword_prefix": (None, ""),
     "end_of_word_suffix": (None, ""),
 }
-# A pre-tokenizer that splits text by one regular expression alone has the steps in SPLIT_STEPS.
-# They are compared by the values of STEP_KEYS.
-STEP_KEYS = ("type", "behavior", "invert", "add_prefix_space", "use_regex")
-SPLIT_STEPS = [
-    ("Split", "Isolated", False, None, None),
-    ("ByteLevel", None, None, False, False),
-]
+TRAIN_AGAIN = (
+    "Train the tokenizer with `python -m scripts.tok_train --pattern qwen2`, and the model again, or "
+    "export with --format huggingface"
+)
+# Normalisers that leave texts as they are, and NFC, which leaves most as they are.
+NORMALIZERS = (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []})
 
 
-def _refusal(why: str) -> UserError:
-    return UserError(
-        f"llama.cpp would split texts into other tokens than this model was trained on: {why}. "
-        "Train the tokenizer with `python -m scripts.tok_train --pattern qwen2`, and the model "
-        "again, or export with --format huggingface",
-        exit_code=2,
-    )
-
-
-def _split_name(content: Mapping[str, Any]) -> str:
+def _split_name(content: Mapping[str, Any], advice: str) -> str:
     """Return llama.cpp's name for the way in which a tokenizer.json splits text.
 
-    Raises UserError (exit code 2) if llama.cpp does not support it.
+    Raises UserError (exit code 2), with `advice`, if llama.cpp does not support it.
     """
+
+    def refuse_if(is_unsupported: bool, why: str) -> None:
+        if is_unsupported:
+            raise UserError(
+                "llama.cpp would split texts into other tokens than this model was trained on: "
+                f"{why}. {advice}",
+                exit_code=2,
+            )
+
     model = content["model"]
-    if model.get("type", "BPE") != "BPE":
-        raise _refusal(f"its vocabulary is of kind {model['type']}")
+    kind = model.get("type", "BPE")
+    refuse_if(kind != "BPE", f"its vocabulary is of kind {kind}")
     for name, off_values in UNSUPPORTED.items():
-        if model.get(name) not in off_values:
-            raise _refusal(f"its vocabulary has {name}={model[name]!r}")
-    if content.get("normalizer") not in (None, {"type": "NFC"}):
-        raise _refusal(f"it normalises texts by {content['normalizer']!r}")
-    pre_tokenizer = content["pre_tokenizer"] or {}
-    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    if [tuple(map(step.get, STEP_KEYS)) for step in steps] != SPLIT_STEPS:
-        raise _refusal("it does not split texts by one regular expression alone")
-    regex = steps[0]["pattern"].get("Regex")
-    if regex not in SPLITS:
-        names = {pattern: name for name, pattern in PATTERNS.items()}
-        raise _refusal(f"it knows no split pattern {names.get(regex) or repr(regex)}")
-    return SPLITS[regex]
+        refuse_if(model.get(name) not in off_values, f"its vocabulary has {name}={model.get(name)}")
+    normalizer = content.get("normalizer")
+    refuse_if(normalizer not in NORMALIZERS, f"it normalises texts by {normalizer}")
+    steps = steps_of(content["pre_tokenizer"] or {})
+    if steps is None:
+        refuse_if(True, f"it knows no such split as {content['pre_tokenizer']}")
+    assert steps is not None
+    split = Split(
+        tuple(SAME_SPLITS.get(step, step) for step in steps),
+        whole_pieces=bool(model.get("ignore_merges")),
+    )
+    names = [name for name, known in SPLITS.items() if known == split]
+    patterns = {pattern: name for name, pattern in PATTERNS.items()}
+    spelled = ", then ".join(patterns.get(step, step) for step in steps)
+    if split.whole_pieces:
+        spelled += ", with ignore_merges"
+    refuse_if(not names, f"it knows no split by {spelled}")
+    return names[0]
 
 
 def _tokens(content: Mapping[str, Any], row_count: int) -> dict[str, Value]:
@@ -111,18 +104,20 @@ def _tokens(content: Mapping[str, Any], row_count: int) -> dict[str, Value]:
 def vocabulary(tokenizer: Tokenizer | FolderTokenizer) -> dict[str, Value]:
     """Return the GGUF metadata that makes llama.cpp tokenise, chat and stop as nanochat does.
 
-    Tokens may differ around the letter U+017F (see SPLITS) and, if a published tokenizer normalises
+    Tokens may differ in a few characters (see llama_splits.py) and, if a published tokenizer normalises
     text to NFC, in text that is not in NFC, because llama.cpp never normalises. Raises UserError
     (exit code 2) if llama.cpp cannot split text as the tokenizer does.
     """
     end_of_reply = tokenizer.special("assistant_end")
     if isinstance(tokenizer, Tokenizer):
         content = tokenizer_json(tokenizer)
+        advice = TRAIN_AGAIN
         template = CHAT_TEMPLATE
         bos = tokenizer.bos
         eos = tokenizer.bos  # a document ends where the next one begins
     else:
         content = read_json(tokenizer.folder / FILE_NAME)
+        advice = "Export with --format huggingface"
         template = tokenizer.template_source or CHATML
         bos = tokenizer.named("bos_token")
         eos = tokenizer.named("eos_token")
@@ -137,10 +132,10 @@ def vocabulary(tokenizer: Tokenizer | FolderTokenizer) -> dict[str, Value]:
         mark_ids["tokenizer.ggml.bos_token_id"] = bos
     return {
         "tokenizer.ggml.model": "gpt2",  # byte-level BPE
-        "tokenizer.ggml.pre": _split_name(content),
+        "tokenizer.ggml.pre": _split_name(content, advice),
         **_tokens(content, tokenizer.vocab_size),
         **mark_ids,
-        "tokenizer.ggml.add_bos_token": tokenizer.marks_begin,
+        "tokenizer.ggml.add_bos_token": tokenizer.adds_bos,
         "tokenizer.ggml.add_eos_token": False,
         "tokenizer.chat_template": template,
     }

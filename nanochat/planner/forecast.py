@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanochat import device
-from nanochat.checkpoint_manager.families import cast_matrices, on_meta
+from nanochat.checkpoint_manager.families import cast_matrices, families, family_of, on_meta
 from nanochat.common import UserError
 from nanochat.context import Packed
 from nanochat.device import DTYPES, MASTER, Compute
@@ -75,7 +75,8 @@ def forecast(tuning: Tuning) -> Memory:
 
     Raises UserError with the reason if the step cannot be simulated.
     """
-    task = json.dumps({**asdict(tuning), "shape": asdict(tuning.shape)})
+    shape = tuning.shape
+    task = json.dumps({**asdict(tuning), "shape": asdict(shape), "family": family_of(shape)})
     environment = {
         name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
     }
@@ -259,7 +260,7 @@ def _with_layers(tuning: Tuning, layers: int) -> Tuning:
 def main() -> None:
     """Print, as JSON, the memory of the step that the first command-line argument describes."""
     task = json.loads(sys.argv[1])
-    task["shape"] = QwenConfig(**task["shape"])
+    task["shape"] = families()[task.pop("family")].config(**task["shape"])
     if task["lora"]:
         task["lora"]["targets"] = tuple(task["lora"]["targets"])
         task["lora"] = LoraConfig(**task["lora"])

@@ -166,12 +166,13 @@ class Operations(PlainAttention):
         device: torch.device,
         dtype: torch.dtype,
         base: float = 100_000,
+        divisors: Tensor | None = None,  # (D/2,) of the frequencies
     ) -> tuple[Tensor, Tensor]:  # (length, D/2) each
         """Return the cosines and sines of the rotary embedding, in the layout that rotary() reads.
 
         Source: RoFormer, arXiv 2104.09864.
         """
-        return rotary_tables(length, head_dim, device, dtype, base)
+        return rotary_tables(length, head_dim, device, dtype, base, divisors)
 
     def rotary(
         self,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanochat.context import Context
 from nanochat.linear import Linear
+from nanochat.models.llama import Llama
 from nanochat.models.qwen.layers import MLP, Attention, Block, Norm, Vocabulary
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms.operations import Operations
@@ -256,6 +257,7 @@ class OperatorQwen(Qwen):
             self.device,
             self.dtype,
             c.rope_theta,
+            self.rotary_divisors(),
         )
         return cos, -sin
 
@@ -264,8 +266,13 @@ class OperatorQwen(Qwen):
         return self.operations.log_totals(logits)
 
 
+class OperatorLlama(OperatorQwen, Llama):
+    """A Llama model whose rotary tables have the layout that the platform reads."""
+
+
 LAYERS: dict[type[nn.Module], type[nn.Module]] = {
     Qwen: OperatorQwen,
+    Llama: OperatorLlama,
     Block: OperatorBlock,
     Attention: OperatorAttention,
     MLP: OperatorMLP,

@@ -8,13 +8,13 @@ import pytest
 
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.common import UserError
-from nanochat.export.llama_vocabulary import SPLITS, vocabulary
+from nanochat.export.llama_splits import QWEN2, SPLITS, pre_tokenizer
+from nanochat.export.llama_vocabulary import vocabulary
 from nanochat.tokenizer import Tokenizer
 from tests.support.qwens import write_folder
 from tests.support.tiny_model import TEXT
 
-QWEN2, QWEN35 = list(SPLITS)[1:]
-PUBLISHED = {"qwen2": QWEN2, "qwen35": QWEN35}
+PREFIXES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
 
 
 def folder_with(path: Path, changes: dict[str, Any] | None = None) -> FolderTokenizer:
@@ -47,12 +47,16 @@ def test_a_published_vocabulary(tmp_path: Path) -> None:
     assert vocabulary(tokenizer)["tokenizer.chat_template"] == "{{ messages }}"
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_patterns_have_names(name: str, tmp_path: Path) -> None:
-    split = {"type": "Split", "pattern": {"Regex": PUBLISHED[name]}, "behavior": "Isolated", "invert": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    before = {"type": "Sequence", "pretokenizers": [split, level]}
-    assert vocabulary(folder_with(tmp_path, {"pre_tokenizer": before}))["tokenizer.ggml.pre"] == name
+@pytest.mark.parametrize("name", SPLITS)
+def test_splits_of_published_tokenizers_have_names(name: str, tmp_path: Path) -> None:
+    split = SPLITS[name]
+    changes = {"pre_tokenizer": pre_tokenizer(split), "model.ignore_merges": split.whole_pieces}
+    assert vocabulary(folder_with(tmp_path, changes))["tokenizer.ggml.pre"] == name
+
+
+def test_the_pre_tokenizer_of_gpt2_is_one_step(tmp_path: Path) -> None:
+    step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    assert vocabulary(folder_with(tmp_path, {"pre_tokenizer": step}))["tokenizer.ggml.pre"] == "gpt-2"
 
 
 def test_a_merge_may_be_written_as_one_text(tmp_path: Path) -> None:
@@ -64,27 +68,21 @@ def test_a_merge_may_be_written_as_one_text(tmp_path: Path) -> None:
     ("changes", "why"),
     [
         ({"normalizer": {"type": "Lowercase"}}, "Lowercase"),
-        ({"model.ignore_merges": True}, "ignore_merges=True"),
-        (
-            {
-                "pre_tokenizer": {
-                    "type": "ByteLevel",
-                    "add_prefix_space": False,
-                    "use_regex": True,
-                    "trim_offsets": False,
-                }
-            },
-            "by one regular",
-        ),
+        ({"model.ignore_merges": True}, "with ignore_merges"),
+        ({"model.byte_fallback": True}, "byte_fallback"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "Whitespace"),
+        ({"pre_tokenizer": None}, "no such split"),
+        ({"pre_tokenizer": PREFIXES}, "add_prefix_space"),
     ],
 )
 def test_what_llama_cpp_would_do_otherwise_is_refused(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=why) as failure:
         vocabulary(folder_with(tmp_path, changes))
     assert failure.value.exit_code == 2
+    assert "tok_train" not in str(failure.value)  # nobody trains a published tokenizer again
 
 
 @pytest.mark.parametrize("pattern", ["nanochat", "han", "han4"])
 def test_our_other_patterns_are_refused(pattern: str) -> None:
-    with pytest.raises(UserError, match=rf"no split pattern {pattern}.*--pattern qwen2"):
+    with pytest.raises(UserError, match=rf"no split by {pattern}.*--pattern qwen2"):
         vocabulary(Tokenizer.train([TEXT] * 4, 290, pattern))

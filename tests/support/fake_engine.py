@@ -45,6 +45,7 @@ class ByteTokenizer:
     bos = 256
     stops = frozenset({256 + ROLES.index("assistant_end"), bos})
     marks_begin = True
+    adds_bos = True
     vocab_size = 256 + len(ROLES)
 
     @property

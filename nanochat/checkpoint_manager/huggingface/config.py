@@ -1,4 +1,4 @@
-"""Translates config.json, which describes a published model, to a QwenConfig and back."""
+"""Translates config.json, which describes a published model, to the model's shape and back."""
 
 import reprlib
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from typing import Any
 
 from nanochat.checkpoint_manager.families import checked_shape
 from nanochat.common import UserError, read_json, tr
+from nanochat.models.llama import LlamaConfig
 from nanochat.models.qwen.config import QwenConfig
 
 # Supported architecture -> the models that have it.
@@ -15,12 +16,16 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "Qwen3",
     "Qwen3_5ForCausalLM": "Qwen3.5, text",
     "Qwen3_5ForConditionalGeneration": "Qwen3.5",
+    "LlamaForCausalLM": "Llama, SmolLM2",
+    "MistralForCausalLM": "Mistral",
 }
+LLAMAS = ("LlamaForCausalLM", "MistralForCausalLM")  # the same layers under two names
 # `model_type` in config.json -> architecture.
 MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "llama": "LlamaForCausalLM",
 }
 LAYER_LETTERS = {"full_attention": "A", "linear_attention": "D"}
 MAX_LAYERS = 1_000  # limit, in case a damaged config.json asks for more
@@ -79,7 +84,12 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
                 2,
             )
         shape["sequence_len"] = sequence_len
-    return checked_shape(QwenConfig, shape, str(path))
+    return checked_shape(_kind(architecture), shape, str(path))
+
+
+def _kind(architecture: str) -> type[QwenConfig]:
+    """Return the class of a supported architecture's configuration."""
+    return LlamaConfig if architecture in LLAMAS else QwenConfig
 
 
 def _architecture(content: Any, path: Path) -> str:
@@ -113,7 +123,7 @@ def _tied(content: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
     return bool(content.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
 
 
-def _refuse_unknown(text: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+def _refuse_unknown(architecture: str, text: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
     """Raise UserError if the model needs a computation that is not supported."""
 
     def refuse_if(is_unsupported: bool, feature: str) -> None:
@@ -122,28 +132,38 @@ def _refuse_unknown(text: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
 
     activation = text.get("hidden_act", "silu")
     refuse_if(activation != "silu", f"the activation {activation!r}; silu is")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_types = ("default", "llama3") if architecture in LLAMAS else ("default",)
+    rope_type = _rope_type(rope)
     refuse_if(
-        rope_type != "default",
-        f"rotary embeddings of type {rope_type!r}; only the default type is",
+        rope_type not in rope_types,
+        f"rotary embeddings of type {rope_type!r}; {' and '.join(rope_types)} are",
     )
     layers = text.get("layer_types") or []
     slides = bool(text.get("use_sliding_window")) or "sliding_attention" in layers
+    if architecture == "MistralForCausalLM":
+        window = text.get("sliding_window")
+        slides = slides or (window is not None and window < text["max_position_embeddings"])
     refuse_if(slides, "a sliding window; full attention is")
     refuse_if("quantization_config" in text, "quantised weights; bf16, fp16 and fp32 are")
     refuse_if(
         bool(text.get("attention_bias")),
         "biases in every matrix of attention; only those of Qwen2 are",
     )
+    refuse_if(bool(text.get("mlp_bias")), "biases in its MLPs; MLPs without biases are")
+
+
+def _rope_type(rope: Mapping[str, Any]) -> str:
+    """Return the type of rotary embeddings that a config.json names under its new or old name."""
+    return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a QwenConfig from the text part of a config.json.
+    """Return the fields of the configuration from the text part of a config.json.
 
     Raises UserError if the model needs a computation that is not supported.
     """
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    _refuse_unknown(text, rope)
+    _refuse_unknown(architecture, text, rope)
     heads = text["num_attention_heads"]
     head_dim = text.get("head_dim") or text["hidden_size"] // heads
     rope_theta = rope.get("rope_theta") or text.get("rope_theta") or 10_000.0
@@ -161,8 +181,15 @@ def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
         "norm_eps": float(text["rms_norm_eps"]),
         "tied": int(text["tie_word_embeddings"]),
         "qkv_bias": int(is_qwen2),
-        "qk_norm": int(not is_qwen2),
+        "qk_norm": int(not is_qwen2 and architecture not in LLAMAS),
     }
+    if _rope_type(rope) == "llama3":
+        shape |= {
+            "rope_factor": float(rope["factor"]),
+            "rope_low": float(rope["low_freq_factor"]),
+            "rope_high": float(rope["high_freq_factor"]),
+            "rope_original": rope["original_max_position_embeddings"],
+        }
     if architecture.startswith("Qwen3_5"):
         rotary_share = (
             rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 0.25
@@ -218,6 +245,14 @@ def published(shape: QwenConfig) -> dict[str, Any]:
     }
     if model_type == "qwen2":
         del content["head_dim"]  # readers of this type compute it
+    if isinstance(shape, LlamaConfig) and shape.rope_factor != 1:
+        content["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": shape.rope_factor,
+            "low_freq_factor": shape.rope_low,
+            "high_freq_factor": shape.rope_high,
+            "original_max_position_embeddings": shape.rope_original,
+        }
     if model_type == "qwen3_5_text":
         del content["rope_theta"]
         types = {letter: layer_type for layer_type, letter in LAYER_LETTERS.items()}
@@ -240,6 +275,8 @@ def published(shape: QwenConfig) -> dict[str, Any]:
 
 def _model_type(shape: QwenConfig) -> str:
     """Return the model_type that a publisher's config.json has for this shape."""
+    if isinstance(shape, LlamaConfig):
+        return "llama"
     if shape.output_gate:
         return "qwen3_5_text"
     return "qwen3" if shape.qk_norm else "qwen2"

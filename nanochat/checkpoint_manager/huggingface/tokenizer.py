@@ -32,7 +32,8 @@ COMPANIONS = (
     "added_tokens.json",
     "special_tokens_map.json",
 )
-END_OF_TURN = "<|im_end|>"
+# Spellings of the token that ends a turn, in formats where others end a whole text.
+ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>")
 # Roles of our own tokenizer that published models lack, in the order in which they get free rows of
 # the embedding. The calculator's marks come first.
 ROWLESS = (
@@ -69,7 +70,8 @@ class FolderTokenizer:
 
     `vocab_size` is the number of rows of the model's embedding, which is usually larger than the
     vocabulary. `bos` is the token that begins a text: the publisher's own or, for lack of one, the
-    token that ends a document or a reply. `stops` are the tokens that end a reply.
+    token that ends a document or a reply. `adds_bos` says whether the publisher's tokenizer puts
+    `bos` before plain texts. `stops` are the tokens that end a reply.
     """
 
     marks_begin = False  # a conversation begins with its template's first token
@@ -109,6 +111,7 @@ class FolderTokenizer:
             min(self.stops),
         )
         self.bos = next(token for token in bos_candidates if token is not None)
+        self.adds_bos = self._tokenizer.encode("").ids == [self.bos]
         self.stops |= {self.bos, self.special("assistant_end")}
 
     def _load(self, path: Path) -> None:
@@ -188,8 +191,8 @@ class FolderTokenizer:
     def _read_stops(self) -> frozenset[int]:
         """Return the tokens that end a reply, according to the publisher.
 
-        They are the eos tokens of generation_config.json and tokenizer_config.json, and <|im_end|>
-        if it is a special token. Raises UserError if there are none.
+        They are the eos tokens of generation_config.json and tokenizer_config.json, and the special
+        tokens that ENDS_OF_TURN names. Raises UserError if there are none.
         """
         listed = self._read_object("generation_config.json").get("eos_token_id", [])
         if not isinstance(listed, list):
@@ -198,7 +201,8 @@ class FolderTokenizer:
         stops = {
             token for token in listed if isinstance(token, int) and 0 <= token < self.vocab_size
         }
-        for token in (self.named("eos_token"), self._specials.get(END_OF_TURN)):
+        ends_of_turn = [self._specials.get(spelling) for spelling in ENDS_OF_TURN]
+        for token in (self.named("eos_token"), *ends_of_turn):
             if token is not None:
                 stops.add(token)
         if not stops:
@@ -363,12 +367,18 @@ class FolderTokenizer:
         free_rows = range(self.vocab_size - 1, self._last, -1)
         roles |= zip(ROWLESS, free_rows, strict=False)
         roles["bos"] = self.bos
-        roles["assistant_end"] = self._specials.get(END_OF_TURN, min(self.stops))
+        roles["assistant_end"] = self._end_of_turn()
         for role in (*ROWLESS, "assistant_end"):
             spelling = f"<|{role}|>"
             if spelling in self._added:
                 roles[role] = self._added[spelling]
         return roles
+
+    def _end_of_turn(self) -> int:
+        """Return the token that ends a turn, which need not be the one that ends a document."""
+        candidates = [self._specials.get(spelling) for spelling in ENDS_OF_TURN]
+        candidates += [self.named("eos_token"), min(self.stops)]
+        return next(token for token in candidates if token is not None)
 
     # --- conversations ---------------------------------------------------------------------------
 

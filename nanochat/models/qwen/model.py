@@ -124,8 +124,19 @@ class Qwen(nn.Module):
         The sines are negated, because Qwen rotates in the opposite direction to our GPT.
         """
         c = self.config
-        cos, sin = rotary_tables(length, c.rotated, self.device, self.dtype, c.rope_theta)
+        cos, sin = rotary_tables(
+            length,
+            c.rotated,
+            self.device,
+            self.dtype,
+            c.rope_theta,
+            self.rotary_divisors(),
+        )
         return cos, -sin
+
+    def rotary_divisors(self) -> Tensor | None:  # (rotated / 2,)
+        """Return the numbers that divide the rotary frequencies, or None to leave them alone."""
+        return None
 
     def rotary(self, context: Context, length: int) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines at the positions of a pass of `length` tokens.

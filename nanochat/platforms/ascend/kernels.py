@@ -466,12 +466,13 @@ class AscendFused(AscendChunked):
         device: torch.device,
         dtype: torch.dtype,
         base: float = 100_000,
+        divisors: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # (length, D) each
         """Return cosines and negated sines, in the layout that npu_rotary_mul reads.
 
         Each row holds its D/2 numbers twice.
         """
-        cos, sin = super().rotary_tables(length, head_dim, device, dtype, base)
+        cos, sin = super().rotary_tables(length, head_dim, device, dtype, base, divisors)
         both_cos = torch.cat((cos, cos), dim=-1)
         both_sin = torch.cat((sin, sin), dim=-1)
         return both_cos, -both_sin

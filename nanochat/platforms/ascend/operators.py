@@ -84,11 +84,12 @@ class AscendListed(AscendFused):
         device: torch.device,
         dtype: torch.dtype,
         base: float = 100_000,
+        divisors: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return cosines and sines in the layout that rotary() reads on this chip."""
         if self.operators.intersection(ROTATIONS):
-            return super().rotary_tables(length, head_dim, device, dtype, base)
-        return Operations.rotary_tables(self, length, head_dim, device, dtype, base)
+            return super().rotary_tables(length, head_dim, device, dtype, base, divisors)
+        return Operations.rotary_tables(self, length, head_dim, device, dtype, base, divisors)
 
     def rotary(
         self,

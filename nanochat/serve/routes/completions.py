@@ -102,7 +102,7 @@ class CompletionRequest:
         if not isinstance(item, str):
             return item
         tokens = encode_marked(item, tokenizer)
-        return [tokenizer.bos, *tokens] if self.bos and tokenizer.marks_begin else tokens
+        return [tokenizer.bos, *tokens] if self.bos and tokenizer.adds_bos else tokens
 
     def _check_length(
         self,

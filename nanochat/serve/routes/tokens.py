@@ -77,7 +77,7 @@ def _text_tokens(fields: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     if not isinstance(prompt, str):
         raise invalid(f"prompt must be a text, got {kind(prompt)}", "prompt")
     tokens = []
-    if flag(fields, "add_special_tokens", True) and tokenizer.marks_begin:
+    if flag(fields, "add_special_tokens", True) and tokenizer.adds_bos:
         tokens.append(tokenizer.bos)
     return tokens + encode_marked(prompt, tokenizer)
 

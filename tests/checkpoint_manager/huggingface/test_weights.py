@@ -102,7 +102,7 @@ def test_the_context_can_be_shortened_and_not_lengthened(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM'.*Qwen3ForCausalLM"),
+        ({"architectures": ["Gemma3ForCausalLM"]}, "'LlamaForCausalLM'.*Qwen3ForCausalLM"),
         ({"architectures": None}, "architecture None"),
         ({"architectures": [{}]}, r"architecture \{\}"),
         ({"architectures": [["Qwen3ForCausalLM"]]}, "architecture .*Qwen3ForCausalLM"),
