@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from nanochat.data.conversation import Conversation, Part
 from nanochat.engine import Event
@@ -42,6 +42,7 @@ class ByteTokenizer:
     takes_system: bool = False
     takes_tools: bool = False
 
+    sampling: ClassVar[Mapping[str, float]] = {}
     bos = 256
     stops = frozenset({256 + ROLES.index("assistant_end"), bos})
     marks_begin = True
