@@ -221,8 +221,9 @@ class WithoutSlash:
 def _answer_head(app: FastAPI) -> None:
     """Let every route of `app` that answers GET answer HEAD too; the server sends no body then."""
     for route in app.routes:
-        if isinstance(route, APIRoute) and "GET" in route.methods:
-            route.methods.add("HEAD")
+        methods = route.methods if isinstance(route, APIRoute) else None
+        if methods and "GET" in methods:
+            methods.add("HEAD")
 
 
 def _add_pages(

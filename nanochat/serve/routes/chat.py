@@ -99,7 +99,7 @@ class ChatRequest:
             envelope = Envelope(f"chatcmpl-{number}", created, limits.model, dropped)
             return ChatWriter(envelope, self, len(prompt), tokenizer)
 
-        return Work(requests, writer, self.tools.headers)
+        return Work(requests, writer, headers=self.tools.headers)
 
 
 def read_chat(

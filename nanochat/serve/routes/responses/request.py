@@ -99,7 +99,7 @@ class ResponseRequest:
             return ResponseWriter(number, limits.model, self.repeated, length, tokenizer, store)
 
         requests = settings.requests(prompt, limits.context)
-        return Work(requests, writer, self.repeated.tools.headers)
+        return Work(requests, writer, headers=self.repeated.tools.headers)
 
     def _messages(self, dropped: int) -> tuple[Message, ...]:
         """Return the messages of the conversation without the `dropped` oldest turns.
