@@ -8,11 +8,11 @@ chooses the library that learns and applies the merges.
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -88,6 +88,9 @@ class Tokenizer:
     adds_bos = True  # every plain text too
     takes_system = False  # there is no mark for system text, which goes in front of a question
     takes_tools = False
+    sampling: ClassVar[
+        Mapping[str, float]
+    ] = {}  # a publisher's settings for chats, if there is one
 
     def __init__(
         self,
@@ -241,8 +244,7 @@ class Tokenizer:
         the same tokens as encode() for texts of at most 200,000 characters (LONGEST_TEXT); encode()
         cuts longer ones first.
         """
-        specials = {self._spellings[role]: token for role, token in self._ids.items()}
-        huggingface = bpe.huggingface_json(self._ranks, self.regex, specials)
+        huggingface = bpe.huggingface_json(self._ranks, self.regex, self.specials)
         contents = {
             folder / "vocabulary.tiktoken": bpe.tiktoken_file(self._ranks),
             folder / "huggingface" / FILE_NAME: huggingface,
@@ -327,6 +329,11 @@ class Tokenizer:
         Raises KeyError if the role is unknown.
         """
         return self._ids[role]
+
+    @property
+    def specials(self) -> dict[str, int]:
+        """The special tokens, as a dict from spelling to ID."""
+        return {self._spellings[role]: token for role, token in self._ids.items()}
 
     def token_bytes(self) -> np.ndarray:
         """Return the length in bytes of every token, int32 (V,).

@@ -431,17 +431,17 @@ def open_model(cfg: Config, chat: Chat) -> None:
         length=chosen.context,
         graphs=chosen.captures,
     )
-    drawing = chat_drawing(loaded.corpus, cfg.temperature, cfg.min_p)
-    defaults = {}
-    for name, value in loaded.sampling_defaults.items():
-        if getattr(cfg, name, "auto") == "auto":
-            defaults[name] = value
-    settings = {"temperature": drawing.temperature, "min_p": drawing.min_p, **defaults}
-    chat.sampling = replace(chat.sampling, **settings)
-    reason = drawing.reason[chat.lang]
-    if defaults:
-        shown = ", ".join(f"{name}={value or 0:g}" for name, value in defaults.items())
-        reason = TEXTS[chat.lang]["publisher"].format(settings=shown)
+    drawing = chat_drawing(
+        loaded.corpus, cfg.temperature, cfg.min_p, cfg.top_k, loaded.tokenizer.sampling
+    )
+    chat.sampling = replace(
+        chat.sampling,
+        temperature=drawing.temperature,
+        min_p=drawing.min_p,
+        top_k=drawing.top_k or None,
+        top_p=drawing.top_p,
+        repetition_penalty=drawing.repetition_penalty,
+    )
     chat.note(
         "model",
         stage=loaded.stage,
@@ -457,7 +457,7 @@ def open_model(cfg: Config, chat: Chat) -> None:
         "drawing",
         temperature=chat.sampling.temperature,
         min_p=chat.sampling.min_p,
-        reason=reason,
+        reason=drawing.reason[chat.lang],
     )
     if loaded.stage == "base":
         chat.note("base")

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from tyro.conf import UseAppendAction, arg
 
@@ -29,14 +30,15 @@ from nanochat.generate.adapters import Adapters
 from nanochat.generate.sampling import chat_drawing
 from nanochat.serve.app import create_app, create_runs_app
 from nanochat.serve.chosen import (
+    MOST_SLOTS,
     Chosen,
     ModelFlags,
     adapter_folders,
-    cache_sizes,
     choose,
     choose_also,
     load_adapters,
     names_adapter,
+    plan_caches,
 )
 from nanochat.serve.cli.terminal import harmless
 from nanochat.serve.connections import Caps
@@ -45,6 +47,8 @@ from nanochat.serve.models import Announced, Loadable
 from nanochat.serve.server import Settings
 
 KEY_VARIABLE = "NANOCHAT_API_KEY"
+# The names by which Docker and Podman let programs in containers reach the machine itself.
+CONTAINER_HOSTS = ("host.docker.internal", "host.containers.internal", "gateway.docker.internal")
 # A model with fewer updates, over all stages, has not learned its corpus. The model of the preset
 # smoke has 43.
 FEW_UPDATES = 100
@@ -64,9 +68,11 @@ class Config(ModelFlags):
     Each model has its own memory and slots."""
     temperature: Annotated[float | Literal["auto"], arg(aliases=["-t"])] = "auto"
     """Randomness of the answers, 0 to 2: 0 always takes the likeliest token. auto:
-    1 for a TinyWorld model, else 0.6. A request may set its own."""
-    top_k: Annotated[int, arg(aliases=["-k"])] = 50
-    """Sample from the k likeliest tokens; 0 samples from all. A request may set its own."""
+    1 for a TinyWorld model, the value of a published model's generation_config.json, else 0.6.
+    A request may set its own."""
+    top_k: Annotated[int | Literal["auto"], arg(aliases=["-k"])] = "auto"
+    """Sample from the k likeliest tokens; 0 samples from all. auto: the publisher's value,
+    else 50. A request may set its own."""
     min_p: float | Literal["auto"] = "auto"
     """Never draw a token less likely than this share of the likeliest, 0 to 1;
     0 draws from all of top_k. auto: 0.5 for a TinyWorld model, else 0.
@@ -75,9 +81,9 @@ class Config(ModelFlags):
     """Longest answer, in tokens. A request may set its own."""
     num_gpus: Annotated[int, arg(aliases=["-n"])] = 1
     """Number of devices. Must be 1: one model on one device answers many chats at once."""
-    slots: int = 32
-    """Chats to answer at the same time; further chats wait.
-    Lower it if the device runs out of memory."""
+    slots: int | Literal["auto"] = "auto"
+    """Chats to answer at the same time; further chats wait. auto: up to 32,
+    as many as fit into four fifths of the free memory."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = (
         "auto"
     )
@@ -105,6 +111,11 @@ class Config(ModelFlags):
     runs_only: bool = False
     """Show the training runs and load no model. Use it on the machine that trains,
     which needs its memory for that."""
+    served_model_name: str = ""
+    """Name of the model in the API. Default: the name of its folder, or nanochat-STAGE-TAG."""
+    allow_origin: tuple[str, ...] = ()
+    """Websites whose pages may call the API, such as https://chat.example.org; "*" allows all.
+    Needs a key, unless the site is on this machine (http://localhost:3000)."""
     allowed_hosts: tuple[str, ...] = ()
     """Further host names under which browsers reach this server,
     such as the name of a proxy in front of it."""
@@ -119,7 +130,7 @@ def check(cfg: Config) -> None:
                 "each model answers {slots} chats at once. To use more devices, start one "
                 "server per device, each with its own --port.",
                 num_gpus=cfg.num_gpus,
-                slots=cfg.slots,
+                slots=MOST_SLOTS if cfg.slots == "auto" else cfg.slots,
             ),
             exit_code=2,
         )
@@ -155,6 +166,26 @@ def check(cfg: Config) -> None:
             exit_code=2,
         )
     check_key(cfg)
+    check_origins(cfg)
+
+
+def check_origins(cfg: Config) -> None:
+    """Raise UserError (exit code 2) if a site of --allow_origin is no site or needs a key."""
+    for origin in cfg.allow_origin:
+        site = urlsplit(origin)
+        is_site = site.scheme in ("http", "https") and site.netloc
+        if origin != "*" and (not is_site or origin != f"{site.scheme}://{site.netloc}".lower()):
+            raise UserError(
+                "--allow_origin must be * or a site without a path and in lower case, such as "
+                f"https://chat.example.org or http://localhost:3000, got {origin!r}",
+                exit_code=2,
+            )
+        if not key_of(cfg) and not is_local(site.hostname or ""):
+            raise UserError(
+                f"--allow_origin {origin} would let pages of another machine use the model without "
+                f"a key: set --api_key or {KEY_VARIABLE}",
+                exit_code=2,
+            )
 
 
 def check_key(cfg: Config) -> None:
@@ -312,7 +343,9 @@ def loadable(
     The model gets an engine of its own, which holds `adapters`.
     """
     loaded = chosen.loaded
-    drawing = chat_drawing(loaded.corpus, cfg.temperature, cfg.min_p)
+    drawing = chat_drawing(
+        loaded.corpus, cfg.temperature, cfg.min_p, cfg.top_k, loaded.tokenizer.sampling
+    )
     announced = Announced(
         model=name,
         stage=loaded.stage,
@@ -320,14 +353,16 @@ def loadable(
         step=loaded.step,
         temperature=drawing.temperature,
         min_p=drawing.min_p,
-        top_k=min(cfg.top_k, loaded.tokenizer.vocab_size),
+        top_k=min(drawing.top_k, loaded.tokenizer.vocab_size),
+        top_p=drawing.top_p,
+        repetition_penalty=drawing.repetition_penalty,
         max_tokens=cfg.max_tokens,
         about=about(chosen),
     )
     engine = Engine(
         loaded.model,
         loaded.tokenizer,
-        slots=cfg.slots,
+        slots=MOST_SLOTS if cfg.slots == "auto" else cfg.slots,
         length=chosen.context,
         adapters=adapters,
         graphs=chosen.captures,
@@ -351,22 +386,28 @@ def with_adapter(base: Loadable, name: str, folder: Path) -> Loadable:
 
 def settings_of(cfg: Config) -> Settings:
     """Return the server's settings, as the flags say."""
+    slots = MOST_SLOTS if cfg.slots == "auto" else cfg.slots
     return Settings(
         per_address=cfg.per_address,
         api_key=key_of(cfg),
         page=not cfg.headless,
         hosts=hosts_of(cfg),
+        origins=cfg.allow_origin,
         caps=Caps(
-            connections=max(Caps.connections, 4 * cfg.slots),
-            per_address=max(Caps.per_address, 2 * cfg.slots),
+            connections=max(Caps.connections, 4 * slots),
+            per_address=max(Caps.per_address, 2 * slots),
         ),
         runs=base_dir() if cfg.runs else None,
     )
 
 
 def hosts_of(cfg: Config) -> tuple[str, ...]:
-    """Return the host names, besides localhost, under which browsers may reach the server."""
-    return (cfg.host, socket.gethostname(), *cfg.allowed_hosts)
+    """Return the host names, besides localhost, under which clients may reach the server.
+
+    With a key, these include the names by which programs in containers reach their host.
+    """
+    containers = CONTAINER_HOSTS if key_of(cfg) else ()
+    return (cfg.host, socket.gethostname(), *containers, *cfg.allowed_hosts)
 
 
 def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
@@ -388,13 +429,17 @@ def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
     first = choose(cfg, cfg.dtype, compute)
     chosen = named_models(cfg, first, also, folders, compute)
     adapters = load_adapters(first, folders, compute)
-    sizes = cache_sizes([*chosen.values()], cfg.slots, compute.platform)
+    caches = plan_caches([*chosen.values()], cfg.slots, cfg.context, compute.platform)
+    cfg = replace(cfg, slots=caches.slots)
     models: list[Loadable] = []
-    for (name, model), cache_size in zip(chosen.items(), sizes, strict=True):
-        served, drawing = loadable(name, model, cfg, adapters if model is first else None)
+    planned = zip(chosen.items(), caches.contexts, caches.sizes, strict=True)
+    for (name, model), context, cache_size in planned:
+        own_adapters = adapters if model is first else None
+        model = replace(model, context=context)
+        served, drawing = loadable(name, model, cfg, own_adapters)
         models.append(served)
-        api_name = harmless(name) if cfg.also or folders else ""
-        log_model(model, cfg.slots, cache_size, drawing, api_name)
+        api_name = harmless(name) if cfg.also or folders or cfg.served_model_name else ""
+        log_model(model, caches.slots, cache_size, drawing, api_name)
     adapted = [with_adapter(models[0], name, folder) for name, folder in folders.items()]
     for model in adapted:
         tag = harmless(model.announced.tag)
@@ -419,6 +464,7 @@ def named_models(
     """
     loaded = first.loaded
     name = loaded.tag if loaded.stage == PUBLISHED else f"nanochat-{loaded.stage}-{loaded.tag}"
+    name = cfg.served_model_name or name
     if name in folders:
         raise UserError(
             f"an adapter would have the name of its base, {name}: give it another one, as "
@@ -452,10 +498,12 @@ def log_model(
     model = f"stage {loaded.stage}, tag {harmless(loaded.tag)}, step {loaded.step}"
     log(f"模型 / model: {model}, context of {chosen.context} tokens{api}")
     gigabytes = cache_bytes / 1e9
-    log(f"缓存 / cache: {slots} slots x {chosen.context:,} tokens, up to {gigabytes:.2g} GB")
+    chats = f"{slots} chats of {chosen.context:,} tokens"
+    log(f"缓存 / cache: {chats}: up to {gigabytes:.2g} GB")
     if chosen.latest:
         log(f"这是最近训练的模型 / this is the model that was trained last: {chosen.latest}")
-    numbers = f"温度 / temperature {drawing.temperature:g}, min-p {drawing.min_p:g}"
+    numbers = f"温度 / temperature {drawing.temperature:g}, top-k {drawing.top_k}"
+    numbers += f", top-p {drawing.top_p:g}, min-p {drawing.min_p:g}"
     log(f"{numbers}: {drawing.reason['zh']} / {drawing.reason['en']}")
 
 

@@ -47,19 +47,6 @@ class Loaded:
         return self.meta.get("config", {}).get("corpus")
 
     @property
-    def sampling_defaults(self) -> dict[str, Any]:
-        """The publisher's sampling defaults by their names in Sampling; {} for our own models.
-
-        Raises UserError if generation_config.json is damaged.
-        """
-        folder = getattr(self.tokenizer, "folder", None)
-        if folder is None:
-            return {}
-        from nanochat.checkpoint_manager.huggingface.generation import sampling_defaults
-
-        return sampling_defaults(folder)
-
-    @property
     def from_folder(self) -> bool:
         """Whether the model is a published one, or was fine-tuned from one."""
         return self.stage in (PUBLISHED, "tune")

@@ -16,6 +16,12 @@ class Drawing:
     """The randomness, from 0 (always the most likely token) to 2."""
     min_p: float = 0.0
     """Tokens whose probability is below this share of the highest probability are never drawn."""
+    top_k: int = 50
+    """The number of most likely tokens that are drawn from; 0 means all."""
+    top_p: float = 1.0
+    """The probability that the most likely tokens that are drawn from reach together."""
+    repetition_penalty: float = 1.0
+    """The factor by which tokens that were read or written become less likely; 1 means none."""
     reason: Mapping[str, str] = field(default_factory=lambda: {"en": "the default", "zh": "默认值"})
     """The reason for these settings, by language."""
 

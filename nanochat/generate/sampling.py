@@ -2,9 +2,9 @@
 
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from nanochat.generate.reply import Alternatives
 COLDEST = 1e-5
 UNBOUNDED = 3e38  # the largest temperature, close to the largest fp32 number
 MOST_ALTERNATIVES = 20  # most likely tokens that can be reported for a position
-MOST_STOPS = 16  # stop strings or stop tokens in a request
+MOST_STOPS = 64  # stop strings or stop tokens in a request
 LONGEST_STOP = 256  # characters in a stop string
 MOST_BIASES = 1024  # tokens with a bias in a request
 MOST_BIAS = 100.0  # absolute value of a bias
@@ -206,19 +206,24 @@ def chat_drawing(
     corpus: str | None,
     temperature: float | Literal["auto"] = "auto",
     min_p: float | Literal["auto"] = "auto",
+    top_k: int | Literal["auto"] = "auto",
+    published: Mapping[str, float] | None = None,
 ) -> Drawing:
     """Return the sampling settings for chats with a model trained on a corpus.
 
-    "auto" stands for the value that suits models of that corpus.
+    "auto" stands for the publisher's value, which `published` holds under the names of Drawing, or
+    else for the value that suits models of that corpus.
     """
     default = traits(corpus).chats
-    if temperature == "auto" and min_p == "auto":
+    if published:
+        source = "generation_config.json"
+        reason = {"en": f"the publisher's {source}", "zh": f"发布者的 {source}"}
+        default = replace(default, **published, reason=reason)
+    flags = {"temperature": temperature, "min_p": min_p, "top_k": top_k}
+    chosen: dict[str, Any] = {name: value for name, value in flags.items() if value != "auto"}
+    if not chosen:
         return default
-    if temperature == "auto":
-        temperature = default.temperature
-    if min_p == "auto":
-        min_p = default.min_p
-    return Drawing(temperature, min_p, {"en": "asked for", "zh": "由你指定"})
+    return replace(default, **chosen, reason={"en": "asked for", "zh": "由你指定"})
 
 
 # --- choosing ------------------------------------------------------------------------------------

@@ -8,8 +8,11 @@ from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanochat.serve.connections import Caps
 from nanochat.serve.listening import App, Guard
@@ -105,7 +108,16 @@ def create_app(models: Sequence[Loadable], settings: Settings) -> App:
         _add_pages(app, {"/runs": files["runs/index.html"]}, files)
         runs.add_to(app)
     _add_api(app, server)
-    guarded = Guard(app, settings.hosts, settings.api_key)
+    _answer_head(app)
+    guarded: ASGIApp = Guard(app, settings.hosts, settings.api_key)
+    if settings.origins:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=settings.origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Skipped-Tools", "Retry-After"],
+        )
     return App(guarded, server.models.threads, settings.caps)
 
 
@@ -150,6 +162,7 @@ def create_runs_app(
     _add_pages(app, dict.fromkeys(("/", "/runs"), files["runs/index.html"]), files)
     runs.add_to(app)
     app.add_api_route("/health", health)
+    _answer_head(app)
     return App(Guard(app, hosts, api_key), [], Caps())
 
 
@@ -158,23 +171,59 @@ def _application(
 ) -> FastAPI:
     """Return an application without routes, which answers errors with OpenAI's error JSON."""
 
-    async def refused(_: Request, failure: Exception) -> Response:
+    async def refused(request: Request, failure: Exception) -> Response:
         if isinstance(failure, ApiError):
             # The traceback refers to the request and to the error itself, so that only a garbage
             # collection would free them.
             failure.__traceback__ = None
-        return error(_refusal(failure))
+        return error(_refusal(failure, request.url.path))
 
     async def left(_: Request, failure: Exception) -> Response:
         return Response()  # nobody reads it
 
     # FastAPI's own documentation pages load scripts from the internet, which fails on a machine
     # without a network.
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = FastAPI(
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
+    app.add_middleware(WithoutSlash)
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, refused)
     app.add_exception_handler(ClientDisconnect, left)
     return app
+
+
+class WithoutSlash:
+    """Passes requests on without the slashes at the end of their path.
+
+    A redirect instead would name an absolute address, with the http of this server even behind a
+    proxy that speaks https, and many clients do not send the body of a POST again.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        await self.app(scope, receive, send)
+
+
+def _answer_head(app: FastAPI) -> None:
+    """Let every route of `app` that answers GET answer HEAD too; the server sends no body then."""
+    for route in app.routes:
+        methods = route.methods if isinstance(route, APIRoute) else None
+        if methods and "GET" in methods:
+            methods.add("HEAD")
 
 
 def _add_pages(
@@ -200,14 +249,17 @@ def _add_pages(
     app.add_api_route("/assets/{name:path}", asset)
 
 
-def _refusal(failure: Exception) -> ApiError:
-    """Return the error that a client gets for a failed request.
+def _refusal(failure: Exception, path: str) -> ApiError:
+    """Return the error that a client gets for a failed request to `path`.
 
     The details of a fault in this server stay in its log.
     """
     if isinstance(failure, ApiError):
         return failure
     if isinstance(failure, HTTPException):
-        text = f"{failure.detail}: docs/chat.md lists the routes"
+        subject = f"this server has no {path[:80]}"
+        if failure.status_code != 404:
+            subject = f"{failure.detail} at {path[:80]}"
+        text = f"{subject}: docs/chat.md lists the routes"
         return ApiError(failure.status_code, "not_found", text)
     return ApiError(500, "server_failed", "the server failed: its log says why")

@@ -14,6 +14,7 @@ from nanochat.device import DTYPES, Compute
 from nanochat.generate.adapters import Adapters
 from nanochat.gpt import GPT
 from nanochat.platforms.base import Platform
+from nanochat.platforms.host import give_freed_memory_back
 from nanochat.runtime import graphs
 
 Source = Literal["base", "mid", "sft", "rl", "tune"]
@@ -21,6 +22,12 @@ NEEDS_BASE = "--adapter belongs to a published model: name its folder with --mod
 # The longest chat in tokens without --context: the full context of a published model could fill all
 # memory.
 LONGEST = 4096
+# Chats at once and tokens of a chat that plan_caches() chooses among, and the share of the free
+# memory that it gives to caches. Prompts that are read together need memory too.
+MOST_SLOTS = 32
+FEWEST_SLOTS = 4
+SHORTEST = 512
+FREE_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class ModelFlags:
     An NPU needs TASK_QUEUE_ENABLE=1."""
     context: int | None = None
     """Longest chat in tokens. Default: the context of the model, but at most 4,096,
-    since memory grows with it."""
+    since memory grows with it. The server takes less if memory is short."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,7 @@ def _lay_out(
 
         hold_in_int8(loaded.model)
     compute.operations.serve(loaded.model)
+    give_freed_memory_back()  # of the weights in their former format and layout
 
 
 def _no_int8(loaded: Loaded, compute: Compute) -> str:
@@ -235,27 +243,57 @@ def load_adapters(
     return Adapters(model, adapters, model.dtype, compute.device)
 
 
-def cache_sizes(
-    models: Sequence[Chosen],
-    slots: int,
-    platform: Platform,
-) -> list[int]:
-    """Return the size in bytes of each model's cache with `slots` slots.
+@dataclass(frozen=True)
+class Caches:
+    """How many chats every model answers at once, and the memory for them."""
 
-    Raises UserError if the caches together need more memory than the device has free. Without this
-    check, a server on a CPU would start, and run out of memory only later, while answering.
+    slots: int
+    contexts: list[int]  # the longest chat of each model in tokens
+    sizes: list[int]  # of each model's cache in bytes
+
+
+def plan_caches(
+    models: Sequence[Chosen],
+    slots: int | Literal["auto"],
+    context: int | None,
+    platform: Platform,
+) -> Caches:
+    """Choose the slots and contexts of the models so that their caches fit into the free memory.
+
+    `slots` and `context` are the flags, which apply to all models. With "auto" there are up to 32
+    slots in four fifths of the free memory. Without a context, chats become shorter, down to 512
+    tokens, before there are fewer than 4 slots, or fewer than asked for. Raises UserError with the
+    flag that fits if there is too little memory. Without this check, a server on a CPU would start,
+    and run out of memory only later, while answering.
     """
-    slot_sizes = [model.loaded.model.new_cache(1, model.context).bytes for model in models]
-    total = slots * sum(slot_sizes)
     free = platform.memory_free()
-    if total > free:
-        tokens = " and ".join(f"{model.context:,}" for model in models)
-        raise UserError(
-            f"the cache of {slots} slots x {tokens} tokens takes {total / 1e9:.1f} GB, and "
-            f"{free / 1e9:.1f} GB of memory are free, enough for {free // sum(slot_sizes)} slots: "
-            "lower --slots or --context, or free memory"
-        )
-    return [slots * size for size in slot_sizes]
+    room = int(FREE_SHARE * free) if slots == "auto" else free
+    contexts = [model.context for model in models]
+    while True:
+        sizes = _slot_sizes(models, contexts)
+        fitting = room // sum(sizes)
+        fewest = FEWEST_SLOTS if slots == "auto" else slots
+        if fitting >= fewest or context is not None or max(contexts) <= SHORTEST:
+            break
+        contexts = [min(length, max(SHORTEST, length // 2)) for length in contexts]
+    count = min(fitting, MOST_SLOTS) if slots == "auto" else slots
+    if 0 < count <= fitting:
+        return Caches(count, contexts, [count * size for size in sizes])
+    total = max(count, 1) * sum(sizes)
+    tokens = " and ".join(f"{length:,}" for length in contexts)
+    advice = f"--slots {fitting}"
+    if fitting < 1:
+        advice = f"--slots 1 --context {max(2, room * max(contexts) // total)}"
+    raise UserError(
+        f"the cache of {max(count, 1)} slots x {tokens} tokens takes {total / 1e9:.1f} GB, and "
+        f"{free / 1e9:.1f} GB of memory are free: give {advice}, or free memory"
+    )
+
+
+def _slot_sizes(models: Sequence[Chosen], contexts: Sequence[int]) -> list[int]:
+    """Return the bytes that one slot of each model takes with these contexts."""
+    pairs = zip(models, contexts, strict=True)
+    return [model.loaded.model.new_cache(1, length).bytes for model, length in pairs]
 
 
 def _context(flags: ModelFlags, loaded: Loaded) -> int:

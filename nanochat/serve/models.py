@@ -228,6 +228,8 @@ class Announced:
     min_p: float = 0.0
     top_k: int = 50  # 0 samples from the whole vocabulary
     max_tokens: int = 512
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
     # More facts about the model in /v1/models, for the web page.
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -272,6 +274,8 @@ class Hosted:
             announced.min_p,
             announced.top_k,
             announced.max_tokens,
+            announced.top_p,
+            announced.repetition_penalty,
         )
         self.metrics = Metrics(families, self.name, None if self.adapter else thread)
         self._announced = announced
@@ -296,6 +300,8 @@ class Hosted:
                 "min_p": self.defaults.min_p,
                 "top_k": self.defaults.top_k,
                 "max_tokens": self.defaults.max_tokens,
+                "top_p": self.defaults.top_p,
+                "repetition_penalty": self.defaults.repetition_penalty,
             },
             "capabilities": {
                 "system_message": self.tokenizer.takes_system,

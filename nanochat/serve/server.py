@@ -7,7 +7,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +53,8 @@ class Settings:
     page: bool = True  # serve the web page
     # Host names that the server answers to, besides IP addresses and localhost.
     hosts: tuple[str, ...] = ()
+    # Sites whose pages may call the API, as https://chat.example.org; "*": all.
+    origins: tuple[str, ...] = ()
     caps: Caps = field(default_factory=Caps)
     # The base folder whose runs the page /runs shows; None: there is no such page.
     runs: Path | None = None
@@ -71,11 +73,12 @@ ReadBody = Callable[[Any, Limits, Defaults], CheckedRequest]  # checks the decod
 
 @dataclass(frozen=True)
 class Prepared:
-    """A submitted request: its model, its ticket, and a function from answer ID to writer."""
+    """A submitted request: its model, its ticket, and how to answer it."""
 
     model: Hosted
     ticket: Ticket[Event]
-    writer: Callable[[str], Writer]
+    writer: Callable[[str], Writer]  # from the ID of the answer
+    headers: Mapping[str, str]  # of the response
 
 
 class ChatServer:
@@ -164,7 +167,8 @@ class ChatServer:
                 return Response()  # the client has left
             model = prepared.model
             writer = prepared.writer(secrets.token_hex(12))
-            return Answer(model.thread, prepared.ticket, writer, model.metrics, start)
+            ticket = prepared.ticket
+            return Answer(model.thread, ticket, writer, model.metrics, start, prepared.headers)
 
         return answer
 
@@ -264,7 +268,7 @@ class ChatServer:
         """
         ticket: Ticket[Event] = Ticket(work.requests, owner, automaton)
         model.thread.submit(ticket)
-        return Prepared(model, ticket, work.writer)
+        return Prepared(model, ticket, work.writer, work.headers)
 
     def close(self) -> None:
         """Stop preparing bodies."""

@@ -18,11 +18,11 @@ from nanochat.serve import chosen
 from nanochat.serve.chosen import (
     ModelFlags,
     adapter_folders,
-    cache_sizes,
     choose,
     choose_also,
     load_adapters,
     names_adapter,
+    plan_caches,
 )
 from tests.support.qwens import oracle, write_folder
 from tests.support.tiny_model import on_cpu, tiny_checkpoint
@@ -73,14 +73,38 @@ def test_a_long_context_is_not_taken_in_full_unless_asked_for(folder: Path, monk
         choose(ModelFlags(model=folder, context=300), "auto", on_cpu())
 
 
-def test_caches_that_memory_has_no_room_for_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("slots", "context", "room", "planned"),
+    [
+        ("auto", None, 1000, (32, 256)),  # `room` is the free memory in slots of the whole context
+        ("auto", None, 10, (8, 256)),  # four fifths of it
+        ("auto", None, 3, (4, 128)),  # rather shorter chats than fewer than 4
+        ("auto", 256, 3, (2, 256)),  # unless the length was asked for
+        (3, 256, 3, (3, 256)),
+        (6, None, 4, (6, 128)),
+        ("auto", None, 0.5, (1, 64)),
+        (8, None, 1, "--slots 3"),
+        (4, 256, 3, "--slots 3"),
+        ("auto", 256, 1, "--slots 1 --context 204"),
+        ("auto", None, 0.25, "--slots 1 --context 51"),
+    ],
+)
+def test_caches_are_planned_by_the_free_memory_or_refused_with_the_flags_that_fit(
+    slots: Any, context: int | None, room: float, planned: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chosen, "SHORTEST", 64)
     one, platform = choose(ModelFlags(model=folder), "auto", on_cpu()), on_cpu().platform
-    size = one.loaded.model.new_cache(3, one.context).bytes
-    monkeypatch.setattr(host, "memory_free", lambda: 2 * size)
-    assert cache_sizes([one, one], 3, platform) == [size, size]
-    with pytest.raises(UserError, match=r"4 slots x 256 and 256 tokens.*enough for 3 slots.*--slots") as caught:
-        cache_sizes([one, one], 4, platform)
-    assert caught.value.exit_code == 1
+    size = one.loaded.model.new_cache(1, 256).bytes
+    monkeypatch.setattr(host, "memory_free", lambda: round(2 * size * room))
+    if isinstance(planned, str):
+        with pytest.raises(UserError, match=f"{planned},") as caught:
+            plan_caches([one, one], slots, context, platform)
+        assert caught.value.exit_code == 1
+        return
+    caches = plan_caches([one, one], slots, context, platform)
+    assert (caches.slots, *caches.contexts) == (planned[0], planned[1], planned[1])
+    expected = planned[0] * one.loaded.model.new_cache(1, planned[1]).bytes
+    assert caches.sizes == [expected, expected]
 
 
 @pytest.mark.parametrize(

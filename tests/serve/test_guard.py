@@ -63,3 +63,28 @@ def test_page_and_health_need_no_key(client):
     for path in ("/", "/health", "/assets/app.js"):
         assert client.get(path).status_code == 200
     assert needs_key("/assets") and needs_key("//") and needs_key("/health/")
+
+
+def test_only_the_pages_of_allowed_sites_may_read_answers():
+    site = "https://chat.example.org"
+    settings = replace(SETTINGS, api_key=KEY, origins=(site,))
+    with running(FakeEngine(), settings=settings) as url, httpx.Client(base_url=url, timeout=30) as client:
+        asks = {
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,x-stainless-os",
+        }
+        before = client.options(CHAT, headers={"Origin": site, **asks})  # a browser sends no key with this
+        assert before.status_code == 200 and before.headers["access-control-allow-origin"] == site
+        assert "x-stainless-os" in before.headers["access-control-allow-headers"]
+        answer = client.post(CHAT, json=ask("hello"), headers={"Origin": site, **bearer(KEY)})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, site)
+        refused = client.post(CHAT, json=ask("hello"), headers={"Origin": site})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, site)
+        other = client.post(CHAT, json=ask("hello"), headers={"Origin": "https://other.org", **bearer(KEY)})
+        assert "access-control-allow-origin" not in other.headers
+        assert client.options(CHAT, headers={"Origin": "https://other.org", **asks}).status_code == 400
+
+
+def test_without_allowed_sites_no_other_page_may_read_an_answer(client):
+    answer = client.get("/v1/models", headers={"Origin": "https://chat.example.org", **bearer(KEY)})
+    assert not [name for name in answer.headers if name.startswith("access-control")]

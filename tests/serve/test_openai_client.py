@@ -148,5 +148,5 @@ def test_refusals_are_the_clients_own_exceptions(client, url):
     with pytest.raises(openai.AuthenticationError, match="needs its key"):
         openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model=MODEL, messages=QUESTION, stop=["x"] * 10_000)
+        client.chat.completions.create(model=MODEL, messages=QUESTION, stop=["x" * 10_000])
     assert (caught.value.param, caught.value.code) == ("stop", "invalid_value")

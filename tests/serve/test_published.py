@@ -1,5 +1,6 @@
 """The server with a published model: its own template and vocabulary, and no mark that it does not know."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,12 @@ import pytest
 
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
+from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, user
 from nanochat.generate.sampling import Sampling
+from nanochat.serve.models import Models
+from nanochat.serve.routes.chat import read_chat
+from scripts.chat_web import Config, models_of
 from tests.support.qwens import VOCABULARY, write_folder
 from tests.support.served import Served, serving
 from tests.support.tiny_model import on_cpu
@@ -52,3 +57,39 @@ def test_a_chat_that_the_template_refuses_is_the_mistake_of_the_client(tmp_path:
         for path in ("/v1/chat/completions", "/tokenize"):
             assert served.refused(path, **body)["param"] == "messages"
         assert served.refused("/v1/responses", input="the cat")["param"] == "input"
+
+
+PUBLISHED = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "defaults"),
+    [
+        ({}, {}, {"temperature": 0.6, "top_k": 50, "top_p": 1, "min_p": 0, "repetition_penalty": 1}),
+        (PUBLISHED, {}, {**PUBLISHED, "min_p": 0}),
+        ({"top_k": 0, "min_p": 0.1, "do_sample": True}, {}, {"temperature": 0.6, "top_k": 0, "min_p": 0.1}),
+        (PUBLISHED, {"temperature": 0.2, "top_k": 5}, {**PUBLISHED, "temperature": 0.2, "top_k": 5}),
+    ],
+)
+def test_the_publishers_settings_are_the_defaults_of_requests(
+    config: dict[str, Any], flags: dict[str, Any], defaults: dict[str, Any], tmp_path: Path
+) -> None:
+    path = write_folder(tmp_path, "qwen3") / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}) if path.exists() else json.dumps(config))
+    cfg = Config(model=tmp_path, slots=1, served_model_name="mine", **flags)
+    (model,) = models_of(cfg, on_cpu())
+    (hosted,) = Models([model], 1).all
+    assert hosted.name == "mine"
+    assert defaults.items() <= hosted.described()["defaults"].items()
+    sampling = read_chat(
+        {"messages": [{"role": "user", "content": "x"}]}, hosted.limits, hosted.defaults
+    ).settings.sampling
+    for name, value in defaults.items():
+        assert (getattr(sampling, name) or 0) == value
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", "warm"), ("top_p", 2), ("top_k", 1.5), ("min_p", True)])
+def test_settings_that_no_publisher_can_mean_are_refused(name: str, value: object, tmp_path: Path) -> None:
+    (write_folder(tmp_path, "qwen3") / "generation_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(UserError, match=f"{name} in .*generation_config.json"):
+        models_of(Config(model=tmp_path, slots=1), on_cpu())

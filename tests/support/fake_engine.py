@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from nanochat.data.conversation import Conversation, Part
 from nanochat.engine import Event
@@ -42,11 +42,16 @@ class ByteTokenizer:
     takes_system: bool = False
     takes_tools: bool = False
 
+    sampling: ClassVar[Mapping[str, float]] = {}
     bos = 256
     stops = frozenset({256 + ROLES.index("assistant_end"), bos})
     marks_begin = True
     adds_bos = True
     vocab_size = 256 + len(ROLES)
+
+    @property
+    def specials(self) -> dict[str, int]:
+        return {role: self.special(role) for role in ROLES}
 
     def special(self, role: str) -> int:
         return 256 + ROLES.index(role)

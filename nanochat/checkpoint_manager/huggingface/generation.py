@@ -2,35 +2,33 @@
 
 import reprlib
 from pathlib import Path
-from typing import Any
 
 from nanochat.common import UserError, read_json
 
 FILE_NAME = "generation_config.json"
-# Name in the file -> name in Sampling, the type, and the smallest and largest sensible value.
-SETTINGS: dict[str, tuple[str, type, float, float]] = {
-    "temperature": ("temperature", float, 0.0, 100.0),
-    "top_p": ("top_p", float, 1e-6, 1.0),
-    "top_k": ("top_k", int, 0, 1 << 31),
-    "min_p": ("min_p", float, 0.0, 1.0),
-    "repetition_penalty": ("repetition_penalty", float, 1e-3, 1e3),
-    "max_new_tokens": ("max_tokens", int, 1, 1 << 31),
+# Name in the file and in Sampling -> the type, and the smallest and largest sensible value.
+SETTINGS: dict[str, tuple[type, float, float]] = {
+    "temperature": (float, 0.0, 2.0),
+    "top_p": (float, 1e-6, 1.0),
+    "top_k": (int, 0, 1 << 31),
+    "min_p": (float, 0.0, 1.0),
+    "repetition_penalty": (float, 1e-3, 1e3),
 }
 
 
-def sampling_defaults(folder: Path) -> dict[str, Any]:
+def sampling_defaults(folder: Path) -> dict[str, float]:
     """Return the publisher's sampling defaults for the model in a folder, by the name in Sampling.
 
     The dict has only what generation_config.json states, so it is empty where the file is missing.
-    `do_sample: false` gives a temperature of 0, and a top_k of None stands for all tokens. Raises
+    `do_sample: false` gives a temperature of 0, and a top_k of 0 stands for all tokens. Raises
     UserError if a value is out of range.
     """
     path = folder / FILE_NAME
     content = read_json(path) if path.is_file() else {}
     if not isinstance(content, dict):
         raise UserError(f"{path} is damaged: it is no object. Copy the model again from its source")
-    defaults: dict[str, Any] = {}
-    for name, (our_name, kind, low, high) in SETTINGS.items():
+    defaults: dict[str, float] = {}
+    for name, (kind, low, high) in SETTINGS.items():
         value = content.get(name)
         if value is None:
             continue
@@ -40,9 +38,7 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
                 f"{path} has {name}={reprlib.repr(value)}, and it must be from {low:g} to "
                 f"{high:g}. Correct it, or remove it from the file"
             )
-        defaults[our_name] = kind(value)
-    if defaults.get("top_k") == 0:
-        defaults["top_k"] = None
+        defaults[name] = kind(value)
     if content.get("do_sample") is False:
         defaults["temperature"] = 0.0
     return defaults

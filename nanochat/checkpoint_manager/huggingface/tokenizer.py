@@ -15,6 +15,7 @@ import numpy as np
 
 from nanochat.checkpoint_manager.huggingface.folders import refuse_pointer
 from nanochat.checkpoint_manager.huggingface.quantised import drop_setting
+from nanochat.checkpoint_manager.huggingface.generation import sampling_defaults
 from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, Messages, chatml
 from nanochat.common import UserError, fsync_path, read_json, sha256_of, tr
 from nanochat.data.bpe import letters_for_bytes
@@ -209,6 +210,14 @@ class FolderTokenizer:
             )
         return frozenset(stops)
 
+    @cached_property
+    def sampling(self) -> dict[str, float]:
+        """The publisher's settings for chats, from generation_config.json; a top_k of 0 means all.
+
+        Raises UserError if one of them is no number, or out of range.
+        """
+        return sampling_defaults(self.folder)
+
     @property
     def template_source(self) -> str | None:
         """The Jinja source of the model's chat template, or None if there is none.
@@ -271,6 +280,11 @@ class FolderTokenizer:
         return "a_tool" in text
 
     # --- text ------------------------------------------------------------------------------------
+
+    @property
+    def specials(self) -> dict[str, int]:
+        """The special tokens, as a dict from spelling to ID."""
+        return self._specials
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text.

@@ -7,7 +7,6 @@ TEXTS = {
         "latest": "this is the model that was trained last, at {saved}",
         "others": "other models, newest first: {flags}",
         "drawing": "temperature {temperature:g}, min-p {min_p:g}: {reason}",
-        "publisher": "generation_config.json says {settings}",
         "base": "this is a base model, which has not learned to chat: it continues the text that "
         "you type",
         "smoke": "the smoke preset trained this model for a few steps to test the installation: it "
@@ -54,7 +53,6 @@ TEXTS = {
         "latest": "这是最近训练的模型（{saved}）",
         "others": "其他模型（从新到旧）：{flags}",
         "drawing": "温度 {temperature:g}，min-p {min_p:g}：{reason}",
-        "publisher": "generation_config.json 规定 {settings}",
         "base": "这是基座模型，还没有学过对话，只会接着你输入的文字往下写",
         "smoke": "smoke 预设只训练几步，用来检验安装，这个模型什么也答不出来；要训练能回答问题的：bash speedrun.sh",
         "hello": "输入 /help 查看命令；Ctrl-C 停止回答，Ctrl-D 退出",

@@ -7,7 +7,7 @@ answer ends.
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -255,10 +255,11 @@ class Writer(Protocol):
 
 
 class Work(NamedTuple):
-    """The engine requests of one HTTP request, and a function from an answer's ID to its writer."""
+    """The engine requests of one HTTP request, and how to answer it."""
 
     requests: list[tuple[list[int], Sampling]]
-    writer: Callable[[str], Writer]
+    writer: Callable[[str], Writer]  # from the ID of the answer
+    headers: Mapping[str, str] = {}  # of the response
 
 
 def error(refusal: ApiError) -> JSONResponse:
@@ -305,9 +306,11 @@ class Answer(Response):
         writer: Writer,
         metrics: Metrics,
         start: float,
+        headers: Mapping[str, str],
     ):
         """Prepare the answer; `start` is when the request arrived, by the monotonic clock."""
         super().__init__()
+        self.extra_headers = dict(headers)
         self.thread = thread
         self.ticket = ticket
         self.writer = writer
@@ -363,7 +366,7 @@ class Answer(Response):
             while not self.watch.done:
                 news = await self._news()
                 self.writer.add(news)
-            response = JSONResponse(self.writer.body())
+            response = JSONResponse(self.writer.body(), headers=self.extra_headers)
         except ApiError as failure:
             response = error(failure)
         await response(scope, receive, send)
@@ -374,6 +377,8 @@ class Answer(Response):
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"x-accel-buffering", b"no"),
         ]
+        for name, value in self.extra_headers.items():
+            headers.append((name.lower().encode(), value.encode()))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await _send(send, self.writer.opening())
         try:

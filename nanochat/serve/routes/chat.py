@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.data.conversation import Conversation, Message, Part
+from nanochat.data.conversation import Conversation, Part
 from nanochat.generate.reply import Event
 from nanochat.serve.routes.answers import (
     DONE,
@@ -20,6 +20,7 @@ from nanochat.serve.routes.answers import (
 )
 from nanochat.serve.routes.fields import (
     READ,
+    VLLM_NEUTRAL,
     ApiError,
     Defaults,
     Limits,
@@ -27,15 +28,20 @@ from nanochat.serve.routes.fields import (
     alternatives,
     check_scores,
     flag,
-    integer,
     invalid,
     read_fields,
     read_format,
     read_settings,
     truncates,
+    upper_bound,
 )
-from nanochat.serve.routes.messages import alternating, make_prompt, read_conversation
-from nanochat.serve.routes.tools import Tools, only_schema, read_tools
+from nanochat.serve.routes.messages import (
+    continues,
+    make_prompt,
+    read_conversation,
+    without_beginning,
+)
+from nanochat.serve.routes.tools import Tools, read_tools
 from nanochat.tokenizer import Tokenizer
 
 FIELDS = READ | {
@@ -53,7 +59,7 @@ FIELDS = READ | {
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
+    **VLLM_NEUTRAL,
 }
 
 
@@ -78,9 +84,7 @@ class ChatRequest:
         chat = self.conversation
         reply_start: list[int] = []
         if self.continued:
-            plain = alternating(chat)
-            chat = plain.prompt
-            reply_start = reply_tokens(plain.messages[-1], tokenizer)
+            chat, reply_start = without_beginning(chat, tokenizer)
         room = limits.context - len(reply_start)
         prompt, dropped = make_prompt(chat, settings.max_tokens, self.truncate, tokenizer, room)
         prompt = [*prompt, *reply_start]
@@ -95,7 +99,7 @@ class ChatRequest:
             envelope = Envelope(f"chatcmpl-{number}", created, limits.model, dropped)
             return ChatWriter(envelope, self, len(prompt), tokenizer)
 
-        return Work(requests, writer)
+        return Work(requests, writer, headers=self.tools.headers)
 
 
 def read_chat(
@@ -114,12 +118,12 @@ def read_chat(
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     flag(fields, "parallel_tool_calls")
     tools = read_tools(fields)
-    response_format = read_format(fields.get("response_format"), "response_format")
-    schema = only_schema(tools, response_format)
+    # A reply that must be a call is no text, and response_format is about texts.
+    schema = tools.schema or read_format(fields.get("response_format"), "response_format")
     length_field = "max_tokens"
     if "max_completion_tokens" in fields:
         length_field = "max_completion_tokens"
-    max_tokens = integer(fields, length_field, 1, limits.context)
+    max_tokens = upper_bound(fields, length_field, limits.context)
     settings = read_settings(
         fields,
         limits,
@@ -128,10 +132,7 @@ def read_chat(
         schema=schema,
         logprobs=top_logprobs or 0,
     )
-    continued = flag(fields, "continue_final_message")
-    if flag(fields, "add_generation_prompt", not continued) == continued:
-        text = "add_generation_prompt must be the opposite of continue_final_message, or left out"
-        raise invalid(text, "add_generation_prompt")
+    continued = continues(fields)
     conversation = read_conversation(fields.get("messages"), tools.instructions, continued)
     return ChatRequest(
         conversation,
@@ -141,21 +142,6 @@ def read_chat(
         tools,
         continued,
     )
-
-
-def reply_tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a reply without its end mark, so that the model continues the reply."""
-    roles = {"python": "python", "python_output": "output"}
-    tokens: list[int] = []
-    for part in message.parts:
-        part_tokens = tokenizer.encode(part.text)
-        role = roles.get(part.kind)
-        if role is not None:
-            start = tokenizer.special(f"{role}_start")
-            end = tokenizer.special(f"{role}_end")
-            part_tokens = [start, *part_tokens, end]
-        tokens += part_tokens
-    return tokens
 
 
 # --- replies -------------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """Answers POST /v1/completions: continues texts or tokens as they are, without chat markup.
 
+Clients write that markup themselves, so that a special token that a prompt spells out is that
+token, as for vLLM.
+
 Evaluation harnesses use this route. With `echo` and `logprobs`, it also returns the
 log-probabilities of a prompt's tokens.
 """
@@ -24,6 +27,7 @@ from nanochat.serve.routes.answers import (
 )
 from nanochat.serve.routes.fields import (
     READ,
+    VLLM_NEUTRAL,
     ApiError,
     Defaults,
     Limits,
@@ -31,7 +35,6 @@ from nanochat.serve.routes.fields import (
     alternatives,
     check_scores,
     flag,
-    integer,
     invalid,
     is_tokens,
     kind,
@@ -39,7 +42,9 @@ from nanochat.serve.routes.fields import (
     read_fields,
     read_settings,
     token_ids,
+    upper_bound,
 )
+from nanochat.serve.routes.tokens import encode_marked, has_marks
 from nanochat.tokenizer import Tokenizer
 
 FIELDS = READ | {
@@ -50,7 +55,7 @@ FIELDS = READ | {
     "echo",
     "add_special_tokens",
 }
-NEUTRAL: dict[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,)}
+NEUTRAL: dict[str, tuple[Any, ...]] = {"suffix": ("",), **VLLM_NEUTRAL}
 MAX_TOKENS = 16  # of a reply if the request does not set it; OpenAI's value for this route
 
 
@@ -82,7 +87,10 @@ class CompletionRequest:
             sum(map(self._scores, requests)),
             "n, max_tokens or logprobs, or send fewer or shorter prompts",
         )
-        texts = [item if isinstance(item, str) else _text(item, tokenizer) for item in self.prompts]
+        texts = []
+        for item, prompt in zip(self.prompts, prompts, strict=True):
+            as_sent = isinstance(item, str) and not has_marks(item, tokenizer)
+            texts.append(str(item) if as_sent else _text(prompt, tokenizer))
 
         def writer(number: str) -> CompletionWriter:
             return CompletionWriter(f"cmpl-{number}", limits.model, self, prompts, texts, tokenizer)
@@ -93,7 +101,7 @@ class CompletionRequest:
         """Return the tokens of a prompt, given as a text or as tokens."""
         if not isinstance(item, str):
             return item
-        tokens = tokenizer.encode(item)
+        tokens = encode_marked(item, tokenizer)
         return [tokenizer.bos, *tokens] if self.bos and tokenizer.adds_bos else tokens
 
     def _check_length(
@@ -106,11 +114,10 @@ class CompletionRequest:
         if not prompt:
             text = f"prompt {number} is empty: it must have a token"
             raise ApiError(400, "empty_prompt", text, "prompt")
-        reply_length = self.settings.max_tokens or 1
-        if len(prompt) + reply_length > limits.context:
+        if len(prompt) >= limits.context:
             text = (
                 f"the model's context holds {limits.context} tokens; prompt {number} has "
-                f"{len(prompt)}, and {reply_length} more are asked for: shorten the prompt"
+                f"{len(prompt)}, which leaves no room for an answer: shorten the prompt"
             )
             raise ApiError(400, "context_length_exceeded", text, "prompt")
 
@@ -138,7 +145,7 @@ def read_completion(
     Raises ApiError: 404 for an unknown model, and 400 for any other invalid body.
     """
     fields = read_fields(value, limits, FIELDS, NEUTRAL)
-    max_tokens = integer(fields, "max_tokens", 0, limits.context)
+    max_tokens = upper_bound(fields, "max_tokens", limits.context, low=0)
     if max_tokens is None:
         max_tokens = MAX_TOKENS
     echo = flag(fields, "echo")

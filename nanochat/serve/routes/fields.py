@@ -23,9 +23,42 @@ from nanochat.generate.sampling import (
 )
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-# Fields that clients send for their own records, and that do not change an answer.
+# Fields that change no answer here: records of the client, and wishes about speed, price and style
+# that OpenAI's own models honour.
 IGNORED = frozenset(
-    {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "request_id"}
+    {
+        "user",
+        "metadata",
+        "store",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "request_id",
+        "service_tier",
+        "prediction",
+        "priority",
+        "verbosity",
+        "reasoning",
+        "reasoning_effort",
+    }
+)
+# Fields that Open WebUI uses itself, and that some of its versions also send on.
+OPEN_WEBUI = frozenset(
+    {
+        "background_tasks",
+        "chat_id",
+        "features",
+        "files",
+        "id",
+        "model_item",
+        "session_id",
+        "task",
+        "title",
+        "tool_ids",
+        "tool_servers",
+        "variables",
+    }
 )
 # OpenAI's sampling fields that the completion routes read, and the ones that vLLM adds.
 OPENAI = {
@@ -40,7 +73,38 @@ OPENAI = {
 }
 VLLM = {"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"}
 READ = frozenset(OPENAI | VLLM | {"response_format", "stream", "stream_options"})
+# vLLM's fields that have one value here, which is also vLLM's default.
+VLLM_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+}
 LARGEST_SEED = 2**63 - 1
+# Characters of all stop strings of a request. Every reply keeps all beginnings of each of them.
+LONGEST_STOPS = 4096
+LOWEST_TOP_P = 1e-6  # which only the likeliest token reaches, as with 0
+NO_LIMIT = -1  # in a field that bounds something; several servers and clients write it so
+# The formats of texts that the grammar of replies knows. In a JSON schema, other formats are notes.
+FORMATS = frozenset(
+    {
+        "date",
+        "date-time",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "time",
+        "unknown",
+        "uri",
+        "uuid",
+    }
+)
+# Keywords of JSON schemas that hold values and no schemas.
+VALUES = frozenset({"const", "default", "enum", "example", "examples"})
 # Log-probabilities that one answer may list, including those of alternatives. Each takes up to 600
 # bytes before it is sent, so one answer takes at most 160 MB. A reply of 4,096 tokens with 20
 # alternatives has 86,016 of them.
@@ -95,6 +159,8 @@ class Defaults:
     min_p: float
     top_k: int  # 0 samples from the whole vocabulary
     max_tokens: int
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
 
 
 # --- one field -----------------------------------------------------------------------------------
@@ -116,7 +182,7 @@ def read_fields(
         raise invalid("the body must be a JSON object, got " + kind(value))
     fields: dict[str, Any] = {}
     for name, content in value.items():
-        if content is not None and name not in IGNORED:
+        if content is not None and name not in IGNORED | OPEN_WEBUI:
             fields[name] = content
     for name, content in fields.items():
         if name in neutral:
@@ -185,11 +251,14 @@ def integer(
 ) -> int | None:
     """Return the integer field `name`, or None if it is absent or null.
 
-    Raises ApiError (400) if it is not an integer from `low` to `high`.
+    A number such as 50.0 counts as an integer, because some languages write every number so. Raises
+    ApiError (400) if the field is not an integer from `low` to `high`.
     """
     value = fields.get(name)
     if value is None:
         return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         text = f"{name} must be a whole number from {low} to {high}, got {kind(value)}"
         raise invalid(text, name)
@@ -197,6 +266,23 @@ def integer(
         text = f"{name} must be from {low} to {high}, got {_printable(value)}"
         raise invalid(text, name)
     return value
+
+
+def upper_bound(
+    fields: Mapping[str, Any],
+    name: str,
+    most: int,
+    low: int = 1,
+) -> int | None:
+    """Return the upper bound that the field `name` sets, or None if it is absent or null.
+
+    The bound is at most `most`, which -1 and all larger numbers stand for. Raises ApiError (400) if
+    the field is any other number below `low`, or no integer.
+    """
+    if fields.get(name) == NO_LIMIT:
+        return most
+    bound = integer(fields, name, low, LARGEST_SEED)
+    return None if bound is None else min(bound, most)
 
 
 def _printable(value: int) -> int | str:
@@ -316,18 +402,22 @@ def read_settings(
         value = number(fields, name, low, high)
         return default if value is None else value
 
-    top_k = integer(fields, "top_k", 0, limits.vocabulary)
+    top_k = upper_bound(fields, "top_k", limits.vocabulary, low=0)
     if top_k is None:
         top_k = defaults.top_k
-    seed = integer(fields, "seed", 0, LARGEST_SEED)
+    seed = integer(fields, "seed", -1, LARGEST_SEED)
+    if seed is None or seed == NO_LIMIT:
+        seed = secrets.randbits(31)
     settings: dict[str, Any] = {
         "temperature": number_or("temperature", 0, 2, defaults.temperature),
         "top_k": top_k or None,
         "max_tokens": max_tokens or defaults.max_tokens,
-        "seed": secrets.randbits(31) if seed is None else seed,
-        "top_p": number_or("top_p", 1e-6, 1, 1.0),
+        "seed": seed,
+        "top_p": max(LOWEST_TOP_P, number_or("top_p", 0, 1, defaults.top_p)),
         "min_p": number_or("min_p", 0, 1, defaults.min_p),
-        "repetition_penalty": number_or("repetition_penalty", 0.001, 1000, 1.0),
+        "repetition_penalty": number_or(
+            "repetition_penalty", 0.001, 1000, defaults.repetition_penalty
+        ),
         "presence_penalty": number_or("presence_penalty", -2, 2, 0.0),
         "frequency_penalty": number_or("frequency_penalty", -2, 2, 0.0),
         "logit_bias": _biases(fields, limits),
@@ -373,7 +463,26 @@ def read_format(value: Any, name: str) -> str | None:
     schema = schema_holder.get("schema") if isinstance(schema_holder, dict) else None
     if not isinstance(schema, dict):
         raise invalid(f"{name} must hold a JSON schema, an object under the name schema", name)
-    return json.dumps(schema)
+    return schema_text(schema)
+
+
+def schema_text(schema: Mapping[str, Any]) -> str:
+    """Return a JSON schema as text, without the `format` of texts that the grammar does not know.
+
+    By JSON Schema's rules, such a format is a note that no text has to meet.
+    """
+    copy = json.loads(json.dumps(schema))
+    values = [copy]
+    while values:
+        value = values.pop()
+        if isinstance(value, list):
+            values += value
+        elif isinstance(value, dict):
+            text_format = value.get("format")
+            if isinstance(text_format, str) and text_format not in FORMATS:
+                del value["format"]
+            values += [content for key, content in value.items() if key not in VALUES]
+    return json.dumps(copy)
 
 
 def alternatives(fields: Mapping[str, Any], name: str) -> int | None:
@@ -400,18 +509,29 @@ def check_scores(scores: int, lower: str) -> None:
 
 
 def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the stop strings of a request, or raise ApiError (400) if they are not valid."""
+    """Return the different stop strings of a request, without empty ones.
+
+    Raises ApiError (400) if they are not valid.
+    """
     value = fields.get("stop", [])
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
         raise invalid(f"stop must be a string or a list of strings, got {kind(value)}", "stop")
-    if len(stops) > MOST_STOPS:
-        text = f"stop may hold at most {MOST_STOPS} strings, got {len(stops):,}: send fewer"
-        raise invalid(text, "stop")
     for stop in stops:
-        if not isinstance(stop, str) or not 0 < len(stop) <= LONGEST_STOP:
-            raise invalid(f"stop must hold strings of 1 to {LONGEST_STOP} characters", "stop")
-    return tuple(stops)
+        if not isinstance(stop, str) or len(stop) > LONGEST_STOP:
+            raise invalid(f"stop must hold strings of at most {LONGEST_STOP} characters", "stop")
+    different = tuple(dict.fromkeys(stop for stop in stops if stop))
+    if len(different) > MOST_STOPS:
+        text = f"stop may hold at most {MOST_STOPS} strings, got {len(different):,}: send fewer"
+        raise invalid(text, "stop")
+    characters = sum(map(len, different))
+    if characters > LONGEST_STOPS:
+        text = (
+            f"all strings of stop together may have at most {LONGEST_STOPS:,} characters, got "
+            f"{characters:,}: send fewer or shorter ones"
+        )
+        raise invalid(text, "stop")
+    return different
 
 
 def _stop_tokens(fields: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:

@@ -4,11 +4,12 @@ A message may hold texts, calls of our calculator, and calls of a client's tools
 """
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, Message, Part, Role, system, user
-from nanochat.serve.routes.fields import ApiError, invalid, kind, missing
+from nanochat.serve.routes.fields import ApiError, flag, invalid, kind, missing
 from nanochat.serve.routes.tools import written_calls, written_result
 from nanochat.tokenizer import Tokenizer
 
@@ -169,7 +170,7 @@ def _assistant_parts(item: dict[str, Any], name: str) -> tuple[Part, ...]:
     content = item.get("content")
     if item.get("parts") is not None:
         parts = _parts(item["parts"], f"{name}.parts")
-    elif calls and content is None:
+    elif content is None:
         parts = (Part("text", ""),)
     else:
         parts = (Part("text", text_of(content, f"{name}.content")),)
@@ -301,6 +302,45 @@ def answerable(conversation: Conversation) -> Conversation:
     return Conversation((*plain.messages, user("")))
 
 
+# --- replies to continue -------------------------------------------------------------------------
+
+
+def continues(fields: Mapping[str, Any]) -> bool:
+    """Return whether the last message of a request is a reply for the model to continue.
+
+    Raises ApiError (400) if the fields about that are invalid or contradict each other.
+    """
+    continued = flag(fields, "continue_final_message")
+    if flag(fields, "add_generation_prompt", not continued) == continued:
+        text = "add_generation_prompt must be the opposite of continue_final_message, or left out"
+        raise invalid(text, "add_generation_prompt")
+    return continued
+
+
+def without_beginning(
+    conversation: Conversation,
+    tokenizer: Tokenizer,
+) -> tuple[Conversation, list[int]]:
+    """Return a chat without the reply to continue at its end, and the tokens of that reply."""
+    plain = alternating(conversation)
+    return plain.prompt, _beginning_tokens(plain.messages[-1], tokenizer)
+
+
+def _beginning_tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a reply without its end mark, so that the model continues the reply."""
+    roles = {"python": "python", "python_output": "output"}
+    tokens: list[int] = []
+    for part in message.parts:
+        part_tokens = tokenizer.encode(part.text)
+        role = roles.get(part.kind)
+        if role is not None:
+            start = tokenizer.special(f"{role}_start")
+            end = tokenizer.special(f"{role}_end")
+            part_tokens = [start, *part_tokens, end]
+        tokens += part_tokens
+    return tokens
+
+
 # --- prompts -------------------------------------------------------------------------------------
 
 
@@ -340,11 +380,14 @@ def make_prompt(
 ) -> tuple[list[int], int]:
     """Return the tokens of a prompt that fits, and how many of the oldest turns were dropped.
 
-    The prompt leaves room in the context for `max_tokens` tokens, or for one if that is None.
-    Turns, as counted after answerable(), are dropped only with `truncate`. Raises ApiError (400)
-    about `field` if the prompt does not fit or cannot be rendered.
+    The prompt leaves room in the context for one token. Turns, as counted after answerable(), are
+    dropped only with `truncate`: as many as it takes to make room for `max_tokens` tokens or, if
+    these are a whole context, for half of one. Raises ApiError (400) about `field` if the prompt
+    does not fit or cannot be rendered.
     """
-    reply_length = max_tokens or 1
+    reply_length = 1
+    if truncate and max_tokens:
+        reply_length = max_tokens if max_tokens < context else max(1, context // 2)
     room = context - reply_length
     messages = answerable(conversation).messages
     if messages != conversation.messages:
@@ -366,14 +409,11 @@ def make_prompt(
     while truncate and len(prompt) > room and dropped < len(turns) - 1:
         dropped += 2
         prompt = render_without(dropped)
-    if len(prompt) <= room:
+    if len(prompt) < context:
         return prompt, dropped
-    reason = "which leaves no room for an answer"
-    if max_tokens:
-        reason = f"and max_tokens asks for {reply_length} more"
     text = (
-        f"the model's context holds {context} tokens; the messages have {len(prompt)}, {reason}: "
-        "shorten the chat"
+        f"the model's context holds {context} tokens; the messages have {len(prompt)}, which "
+        'leaves no room for an answer: shorten the chat, or send "truncation": "auto"'
     )
     raise ApiError(400, "context_length_exceeded", text, field)
 

@@ -3,6 +3,7 @@
 With these, a client does not need a copy of the tokenizer.
 """
 
+import re
 from typing import Any
 
 from nanochat.serve.routes.fields import (
@@ -14,10 +15,22 @@ from nanochat.serve.routes.fields import (
     read_fields,
     token_ids,
 )
-from nanochat.serve.routes.messages import read_conversation, render_chat
-from nanochat.tokenizer import ROLES, Tokenizer
+from nanochat.serve.routes.messages import (
+    continues,
+    read_conversation,
+    render_chat,
+    without_beginning,
+)
+from nanochat.tokenizer import Tokenizer
 
-FIELDS = {"prompt", "messages", "add_special_tokens", "return_token_strs", "add_generation_prompt"}
+FIELDS = {
+    "prompt",
+    "messages",
+    "add_special_tokens",
+    "return_token_strs",
+    "add_generation_prompt",
+    "continue_final_message",
+}
 
 
 def tokenize(
@@ -27,11 +40,17 @@ def tokenize(
 ) -> dict[str, Any]:
     """Return the answer to /tokenize, a dict with the tokens of a text or of a chat.
 
-    A text that spells one special token, and nothing else, becomes that token.
+    A special token that is spelled out in the text becomes that token, as on /v1/completions. In
+    the messages of a chat, it stays text.
     """
-    fields = read_fields(value, limits, FIELDS, {"add_generation_prompt": (True,)})
+    fields = read_fields(value, limits, FIELDS, {})
+    continued = continues(fields)
     if fields.get("messages") is not None:
-        tokens = render_chat(read_conversation(fields["messages"]), tokenizer)
+        conversation = read_conversation(fields["messages"], continued=continued)
+        beginning: list[int] = []
+        if continued:
+            conversation, beginning = without_beginning(conversation, tokenizer)
+        tokens = [*render_chat(conversation, tokenizer), *beginning]
     else:
         tokens = _text_tokens(fields, tokenizer)
     texts = None
@@ -60,12 +79,29 @@ def _text_tokens(fields: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     tokens = []
     if flag(fields, "add_special_tokens", True) and tokenizer.adds_bos:
         tokens.append(tokenizer.bos)
-    special = specials(tokenizer).get(prompt)
-    if special is None:
-        tokens += tokenizer.encode(prompt)
-    else:
-        tokens.append(special)
-    return tokens
+    return tokens + encode_marked(prompt, tokenizer)
+
+
+def encode_marked(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a text, in which the spelling of a special token becomes that token."""
+    tokens = []
+    end = 0
+    for match in _spellings(tokenizer).finditer(text):
+        tokens += tokenizer.encode(text[end : match.start()])
+        tokens.append(tokenizer.specials[match[0]])
+        end = match.end()
+    return tokens + tokenizer.encode(text[end:])
+
+
+def has_marks(text: str, tokenizer: Tokenizer) -> bool:
+    """Return whether a text spells out a special token."""
+    return _spellings(tokenizer).search(text) is not None
+
+
+def _spellings(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Return a pattern that matches the spelling of any special token."""
+    longest_first = sorted(tokenizer.specials, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def detokenize(
@@ -83,7 +119,7 @@ def detokenize(
 
 def tokenizer_info(tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
     """Return a dict of facts that evaluation harnesses ask for, such as the special tokens."""
-    spellings = {token: text for text, token in specials(tokenizer).items()}
+    spellings = {token: text for text, token in tokenizer.specials.items()}
     decoder = {}
     for token, text in sorted(spellings.items()):
         decoder[str(token)] = {"content": text, "special": True}
@@ -96,17 +132,3 @@ def tokenizer_info(tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
         "pad_token": None,
         "added_tokens_decoder": decoder,
     }
-
-
-def specials(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return a dict from the spelling of each special token to its ID.
-
-    Special tokens without a spelling are left out: a published model may have no token for a role,
-    or only an unused row of its vocabulary.
-    """
-    tokens: dict[str, int] = {}
-    for token in map(tokenizer.special, ROLES):
-        text = tokenizer.decode_bytes([token]).decode() if token >= 0 else ""
-        if text:
-            tokens[text] = token
-    return tokens

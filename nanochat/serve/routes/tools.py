@@ -10,13 +10,14 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from nanochat.serve.routes.fields import invalid, kind
+from nanochat.serve.routes.fields import invalid, kind, schema_text
 
 MOST_TOOLS = 64
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+TYPE = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 INSTRUCTIONS = (
@@ -34,6 +35,8 @@ class Tools:
     parameters: Mapping[str, Any]  # name -> JSON schema of the arguments
     instructions: str  # what the model reads about the functions; empty if it may not call any
     forced: tuple[str, ...]  # the reply must call one of these; empty if no call is required
+    # The types of the client's other tools, such as web_search, which this server does not have.
+    skipped: tuple[str, ...] = ()
 
     @property
     def schema(self) -> str | None:
@@ -50,7 +53,12 @@ class Tools:
             }
             for name, argument_schema in argument_schemas.items()
         ]
-        return json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
+        return schema_text(calls[0] if len(calls) == 1 else {"anyOf": calls})
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of the response, which name the skipped tools, if there are any."""
+        return {"X-Skipped-Tools": ", ".join(self.skipped)} if self.skipped else {}
 
 
 NONE = Tools({}, "", ())
@@ -79,9 +87,10 @@ def _standalone(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def read_tools(fields: Mapping[str, Any]) -> Tools:
-    """Return a request's tools, or NONE (no tools) if there are none or none may be called.
+    """Return a request's tools, of which the model may call the functions.
 
-    Raises ApiError (400) if `tools` or `tool_choice` is not valid.
+    Tools of other types are skipped, and `tool_choice` may not demand one of them. Raises ApiError
+    (400) if `tools` or `tool_choice` is not valid.
     """
     items = fields.get("tools", [])
     if not isinstance(items, list):
@@ -89,14 +98,21 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
     if len(items) > MOST_TOOLS:
         text = f"there may be at most {MOST_TOOLS} tools, got {len(items):,}: send fewer"
         raise invalid(text, "tools")
-    functions = [_function(item, f"tools[{i}]") for i, item in enumerate(items)]
+    functions = []
+    skipped = []
+    for i, item in enumerate(items):
+        if _is_function(item, f"tools[{i}]"):
+            functions.append(_function(item, f"tools[{i}]"))
+        else:
+            skipped.append(item["type"])
     parameters: dict[str, Any] = {}
     for function in functions:
         parameters[function["name"]] = function.get("parameters", {"type": "object"})
     choice = fields.get("tool_choice", "auto" if functions else "none")
-    if choice == "none":
-        return NONE
-    forced = _forced(choice, parameters)
+    no_tools = Tools({}, "", (), tuple(dict.fromkeys(skipped)))
+    if choice == "none" or (choice == "auto" and not functions):
+        return no_tools
+    forced, callable_names = _chosen(choice, parameters)
     if not functions:
         raise invalid(
             "tool_choice needs tools: send a list of functions, or leave tool_choice out",
@@ -104,61 +120,90 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
         )
     lines = []
     for function in functions:
+        if function["name"] not in callable_names:
+            continue
         tool = {"type": "function", "function": function}
         lines.append(json.dumps(tool, ensure_ascii=False))
     instructions = INSTRUCTIONS.format(tools="\n".join(lines), open=OPEN, close=CLOSE)
-    return Tools(parameters, instructions, forced)
+    return replace(
+        no_tools,
+        parameters={name: parameters[name] for name in callable_names},
+        instructions=instructions,
+        forced=forced,
+    )
 
 
-def _forced(choice: Any, parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the functions that a required call may use, or () if none is required.
+def _chosen(
+    choice: Any,
+    parameters: Mapping[str, Any],
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of which one must be called, if any, and of those that may be called.
 
     Raises ApiError (400) if the choice is not valid.
     """
+    names = tuple(parameters)
     if choice == "auto":
-        return ()
+        return (), names
     if choice == "required":
-        return tuple(parameters)
+        return names, names
     if not isinstance(choice, dict):
         raise invalid(
             'tool_choice must be "none", "auto", "required" or a function of tools', "tool_choice"
         )
-    function = choice.get("function", choice)
+    if choice.get("type") == "allowed_tools":
+        return _allowed(choice, parameters)
+    return (_named(choice, parameters),), names
+
+
+def _allowed(
+    choice: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what _chosen() does, for a choice that lists the allowed tools."""
+    # On the responses route, the mode and the tools are next to the type.
+    allowed = choice.get("allowed_tools", choice)
+    mode = allowed.get("mode") if isinstance(allowed, dict) else None
+    if mode not in ("auto", "required") or not isinstance(allowed.get("tools"), list):
+        form = 'mode "auto" or "required" and a list of tools'
+        raise invalid(f"tool_choice of type allowed_tools must have {form}", "tool_choice")
+    names = tuple(dict.fromkeys(_named(tool, parameters) for tool in allowed["tools"]))
+    return (names if mode == "required" else ()), names
+
+
+def _named(choice: Any, parameters: Mapping[str, Any]) -> str:
+    """Return the name of the function that a part of `tool_choice` names.
+
+    Raises ApiError (400) if `tools` has no such function.
+    """
+    function = choice.get("function", choice) if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or name not in parameters:
         raise invalid(
             "tool_choice names a function that is not in tools: name one of them", "tool_choice"
         )
-    return (name,)
+    return name
 
 
-def only_schema(tools: Tools, schema: str | None) -> str | None:
-    """Return the JSON schema that the reply must follow, or None if there is none.
+def _is_function(item: Any, name: str) -> bool:
+    """Return whether an item of `tools`, which errors call `name`, is a function.
 
-    This is the schema of a call that the client demands, or the request's own `schema`. Raises
-    ApiError (400) if there are both.
+    Raises ApiError (400) if it is no tool at all.
     """
-    call_schema = tools.schema
-    if call_schema and schema:
-        raise invalid(
-            "a reply that must be a call has no format of its own: leave one of them out",
-            "tool_choice",
-        )
-    return call_schema or schema
-
-
-def _function(item: Any, name: str) -> dict[str, Any]:
-    """Check a tool, and return a dict with its name and, if given, description and parameters.
-
-    Raises ApiError (400) if the tool is not a valid function. The error calls it `name`, such as
-    tools[0].
-    """
-    if not isinstance(item, dict) or item.get("type") != "function":
+    tool_type = item.get("type") if isinstance(item, dict) else None
+    if not isinstance(tool_type, str) or not TYPE.fullmatch(tool_type):
         form = (
             "{type: function, function: {name, parameters}}, or for /v1/responses {type: "
             "function, name, parameters}"
         )
         raise invalid(f"{name} must be a function: {form}", name)
+    return tool_type == "function"
+
+
+def _function(item: dict[str, Any], name: str) -> dict[str, Any]:
+    """Check a function, and return a dict with its name and, if given, description and parameters.
+
+    Raises ApiError (400) if the function is not valid. The error calls it `name`, such as tools[0].
+    """
     # On the responses route, name and parameters are next to the type.
     function = item.get("function", item)
     if "function" in item:

@@ -84,31 +84,71 @@ def test_everything_that_can_be_asked_is_read():
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "setting", "read"),
+    [
+        ("top_k", -1, "top_k", 2048),
+        ("top_k", 50_000, "top_k", 2048),
+        ("top_k", 40.0, "top_k", 40),
+        ("top_p", 0, "top_p", 1e-6),
+        ("max_tokens", -1, "max_tokens", 256),
+        ("max_tokens", 100_000, "max_tokens", 256),
+        ("max_completion_tokens", -1, "max_tokens", 256),
+        ("seed", 7.0, "seed", 7),
+        ("stop", "", "stop", ()),
+        ("stop", ["a", "", "b", "a"], "stop", ("a", "b")),
+        ("stop", [f"{i}" for i in range(64)], "stop", tuple(map(str, range(64)))),
+    ],
+)
+def test_values_that_other_servers_take_are_read_as_they_read_them(field, value, setting, read):
+    assert getattr(read_request({"messages": HELLO, field: value}).settings.sampling, setting) == read
+
+
+def test_a_seed_of_minus_one_is_none():
+    seeds = {read_request({"messages": HELLO, "seed": -1}).settings.sampling.seed for _ in range(9)}
+    assert len(seeds) > 1
+
+
+def test_formats_that_the_grammar_does_not_know_are_notes():
+    properties = {"a": {"type": "string", "format": "path"}, "b": {"type": "string", "format": "date"}}
+    schema = {"properties": {**properties, "c": {"const": {"format": "path"}}}}
+    asked = {"type": "json_schema", "json_schema": {"schema": schema}}
+    sampling = read_request({"messages": HELLO, "response_format": asked}).settings.sampling
+    read = json.loads(str(sampling.schema))["properties"]
+    assert read["a"] == {"type": "string"} and read["b"]["format"] == "date"
+    assert read["c"] == schema["properties"]["c"] and schema["properties"]["a"]["format"] == "path"
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", "1"),
         ("temperature", True),
-        ("top_k", 2049),
+        ("top_k", -2),
         ("top_k", 1.5),
         ("max_tokens", 0),
         ("max_tokens", 10**400),
-        ("max_completion_tokens", 257),
+        ("max_tokens", -2),
+        ("max_completion_tokens", 1.5),
         ("seed", 2**63),
+        ("seed", -2),
         ("stream", "yes"),
         ("stream_options", []),
         ("truncation", "newest"),
         ("n", 0),
         ("n", 10**9),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("top_p", 1.1),
         ("min_p", -1),
         ("presence_penalty", 3),
         ("frequency_penalty", "much"),
         ("repetition_penalty", 0),
         ("stop", 5),
-        ("stop", ["x"] * 10_000),
+        ("stop", [str(i) for i in range(65)]),
+        ("stop", [f"{i:255}" for i in range(17)]),
+        ("stop", ["x" * 257]),
+        ("stop", [None]),
         ("stop_token_ids", [2048]),
         ("stop_token_ids", ["1"]),
         ("logit_bias", []),

@@ -141,7 +141,7 @@ def test_log_probabilities_are_finite_numbers_in_json(served):
         ({"prompt": "x", "prompt_logprobs": 10**9}, "prompt_logprobs", "invalid_value"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"prompt": "x", "best_of": 3}, "best_of", "unsupported_parameter"),
-        ({"prompt": [5] * 100, "max_tokens": 61}, "prompt", "context_length_exceeded"),
+        ({"prompt": [5] * 160, "max_tokens": 1}, "prompt", "context_length_exceeded"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(served, fields, param, code):

@@ -36,13 +36,30 @@ def test_chat_is_rendered_as_the_model_reads_it(served):
     assert found == served.tokenizer.render_prompt(Conversation((user("hi"),)))
 
 
-def test_special_token_is_one_only_where_it_is_the_whole_text(served):
+def test_special_tokens_that_a_prompt_spells_out_are_those_tokens_as_for_vllm(served):
     info = served.client.get("/tokenizer_info").json()
-    end = served.tokenizer.special("assistant_end")
-    assert served.ok("/tokenize", prompt=info["eos_token"], add_special_tokens=False)["tokens"] == [end]
-    assert end not in served.ok("/tokenize", prompt=info["eos_token"] + " ", add_special_tokens=False)["tokens"]
+    end, tokenizer = served.tokenizer.special("assistant_end"), served.tokenizer
+    text = f"the cat{info['eos_token']} sat"
+    marked = [*tokenizer.encode("the cat"), end, *tokenizer.encode(" sat")]
+    assert served.ok("/tokenize", prompt=text, add_special_tokens=False)["tokens"] == marked
+    asked = {"temperature": 0, "max_tokens": 3, "echo": True, "logprobs": 0, "add_special_tokens": False}
+    by_text, by_ids = (served.ok("/v1/completions", prompt=prompt, **asked) for prompt in (text, marked))
+    assert by_text["choices"] == by_ids["choices"]
+    messages = [{"role": "user", "content": text}]
+    assert end not in served.ok("/tokenize", messages=messages)["tokens"]
     assert (info["vocab_size"], info["model_max_length"]) == (served.tokenizer.vocab_size, 160)
     assert info["added_tokens_decoder"][str(served.tokenizer.bos)]["content"] == info["bos_token"]
+
+
+def test_a_chat_with_a_reply_to_continue(served):
+    hello, begun = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "the cat"}
+    fields = {"messages": [hello, begun], "continue_final_message": True}
+    found = served.ok("/tokenize", **fields, add_generation_prompt=False)["tokens"]
+    rendered = served.tokenizer.render_prompt(Conversation((user("hi"),)))
+    assert found == [*rendered, *served.tokenizer.encode("the cat")]
+    assert served.ok("/v1/chat/completions", **fields, max_tokens=1)["usage"]["prompt_tokens"] == len(found)
+    assert served.refused("/tokenize", **fields, add_generation_prompt=True)["param"] == "add_generation_prompt"
+    assert served.refused("/tokenize", **{**fields, "messages": [hello]})["param"] == "messages[0].role"
 
 
 @pytest.mark.parametrize("free_rows", [0, 2, 17])
@@ -54,7 +71,7 @@ def test_only_special_tokens_with_a_spelling_are_listed(free_rows: int, tmp_path
     info = tokenizer_info(tokenizer, limits)
     assert (info["bos_token"], info["eos_token"]) == ("<|endoftext|>", "<|im_end|>")
     listed = {number: token["content"] for number, token in info["added_tokens_decoder"].items()}
-    assert listed == {"300": "<|endoftext|>", "302": "<|im_end|>"}
+    assert listed == {"300": "<|endoftext|>", "301": "<|im_start|>", "302": "<|im_end|>"}
     assert tokenize({"prompt": "<|im_end|>"}, tokenizer, limits)["tokens"] == [302]
     assert tokenize({"prompt": ""}, tokenizer, limits)["tokens"] == []
 

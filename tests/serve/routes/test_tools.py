@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -75,13 +76,38 @@ def test_model_reads_of_the_tools_it_may_call():
 
 @pytest.mark.parametrize(
     "tool",
-    [5, {}, {"type": "web_search"}, {"type": "function"}, {"type": "function", "function": {"name": "a b"}},
+    [5, {}, {"type": 5}, {"type": "a\nb"}, {"type": "function"}, {"type": "function", "function": {"name": "a b"}},
      {"type": "function", "function": {"name": "x" * 65}},
      {"type": "function", "function": {"name": "x", "parameters": 5}}],
 )  # fmt: skip
 def test_what_is_no_function_is_refused(tool):
     with pytest.raises(ApiError, match=r"tools\[0\]"):
         read_tools({"tools": [tool]})
+
+
+def test_tools_of_other_types_are_skipped_and_named():
+    others = [{"type": "web_search"}, {"type": "mcp", "server_label": "x"}, {"type": "web_search"}]
+    beside = read_tools({"tools": [*others, WEATHER, {"type": "custom", "name": "x"}]})
+    assert beside == replace(read_tools({"tools": [WEATHER]}), skipped=("web_search", "mcp", "custom"))
+    assert beside.headers == {"X-Skipped-Tools": "web_search, mcp, custom"}
+    for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
+        assert read_tools({"tools": others, **choice}) == Tools({}, "", (), ("web_search", "mcp"))
+    for choice in ("required", {"type": "web_search"}, {"type": "custom", "custom": {"name": "x"}}):
+        with pytest.raises(ApiError, match="tool_choice"):
+            read_tools({"tools": others, "tool_choice": choice})
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(("mode", "forced"), [("auto", ()), ("required", ("clock",))])
+def test_allowed_tools_are_the_only_ones(nested, mode, forced):
+    allowed = {"mode": mode, "tools": [{"type": "function", "name": "clock"}]}
+    choice = {"type": "allowed_tools", **({"allowed_tools": allowed} if nested else allowed)}
+    chosen = tools(choice)
+    assert (tuple(chosen.parameters), chosen.forced) == (("clock",), forced)
+    assert "clock" in chosen.instructions and "weather" not in chosen.instructions
+    for wrong in ({**allowed, "mode": "x"}, {**allowed, "tools": 5}, {**allowed, "tools": [{"name": "x"}]}, 5):
+        with pytest.raises(ApiError, match="tool_choice"):
+            tools({"type": "allowed_tools", "allowed_tools": wrong})
 
 
 class Colour(Enum):
@@ -198,5 +224,5 @@ def test_reply_that_must_be_a_call_is_one_and_its_result_can_follow():
         text = served.tokenizer.decode(prompt)
         assert "<tool_response>rain</tool_response>" in text and call["function"]["arguments"] in text
         assert served.ok(CHAT, **follow)["choices"][0]["message"]["role"] == "assistant"
-        error = served.refused(CHAT, **fields, response_format={"type": "json_object"})
-        assert error["param"] == "tool_choice"
+        both = served.ok(CHAT, **fields, response_format={"type": "json_object"})  # a format is one of texts
+        assert both["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"

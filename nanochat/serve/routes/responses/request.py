@@ -12,7 +12,6 @@ from nanochat.serve.routes.fields import (
     Defaults,
     Limits,
     flag,
-    integer,
     invalid,
     kind,
     mapping,
@@ -21,6 +20,7 @@ from nanochat.serve.routes.fields import (
     read_format,
     read_settings,
     truncates,
+    upper_bound,
 )
 from nanochat.serve.routes.messages import (
     alternating,
@@ -32,12 +32,17 @@ from nanochat.serve.routes.messages import (
 )
 from nanochat.serve.routes.responses.store import Shelf
 from nanochat.serve.routes.responses.writer import Repeated, ResponseWriter
-from nanochat.serve.routes.tools import only_schema, read_tools
+from nanochat.serve.routes.tools import read_tools
 from nanochat.tokenizer import Tokenizer
 
-ITEM_TYPES = "message, function_call or function_call_output"
+ITEM_TYPES = "message, function_call, function_call_output or reasoning"
 ECHOED = ("tools", "tool_choice", "parallel_tool_calls")
 SAMPLED = ("temperature", "top_p", "top_k", "seed", "stream")
+# `max_tool_calls` counts tools that a server calls itself, and `stream_options` only adds noise to
+# streams.
+IGNORED_HERE = ("max_tool_calls", "stream_options")
+# Of what `include` can add to a response, the only thing that our responses could hold.
+LOGPROBS = "message.output_text.logprobs"
 FIELDS = {
     "input",
     "instructions",
@@ -48,12 +53,12 @@ FIELDS = {
     "tool_choice",
     "parallel_tool_calls",
     "previous_response_id",
+    "include",
+    *IGNORED_HERE,
     *SAMPLED,
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
-    "include": ([],),
-    "service_tier": ("auto",),
     "top_logprobs": (0,),
 }
 
@@ -93,7 +98,8 @@ class ResponseRequest:
             length = len(prompt)
             return ResponseWriter(number, limits.model, self.repeated, length, tokenizer, store)
 
-        return Work(settings.requests(prompt, limits.context), writer)
+        requests = settings.requests(prompt, limits.context)
+        return Work(requests, writer, headers=self.repeated.tools.headers)
 
     def _messages(self, dropped: int) -> tuple[Message, ...]:
         """Return the messages of the conversation without the `dropped` oldest turns.
@@ -124,12 +130,12 @@ def read_response(
     instructions = _text(fields, "instructions")
     previous = _text(fields, "previous_response_id")
     flag(fields, "parallel_tool_calls")
-    if not fields.get("tools") and fields.get("tool_choice") == "auto":
-        del fields["tool_choice"]  # some clients send it without any tools
+    _check_include(fields.get("include", []))
     tools = read_tools(fields)
-    max_tokens = integer(fields, "max_output_tokens", 1, limits.context)
+    max_tokens = upper_bound(fields, "max_output_tokens", limits.context)
     text_format = mapping(fields, "text").get("format")
-    schema = only_schema(tools, read_format(text_format, "text.format"))
+    # A reply that must be a call is no text, and the format is one of texts.
+    schema = tools.schema or read_format(text_format, "text.format")
     sampled = {name: fields[name] for name in SAMPLED if name in fields}
     settings = read_settings(sampled, limits, defaults, max_tokens, schema=schema)
     earlier = [] if previous is None else shelf.messages(previous)
@@ -158,6 +164,21 @@ def _text(fields: dict[str, Any], name: str) -> str | None:
     return value
 
 
+def _check_include(value: Any) -> None:
+    """Raise ApiError (400) if `include` is no list of texts, or asks for log-probabilities.
+
+    Everything else that it can ask for belongs to reasoning, images or tools of OpenAI's, which no
+    response of this server has.
+    """
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise invalid("include must be a list of texts", "include")
+    if LOGPROBS in value:
+        text = (
+            f"this route does not support include {LOGPROBS}: ask /v1/chat/completions for logprobs"
+        )
+        raise ApiError(400, "unsupported_parameter", text, "include")
+
+
 # --- input ---------------------------------------------------------------------------------------
 
 
@@ -178,27 +199,38 @@ def read_input(items: Any, earlier: Sequence[dict[str, Any]]) -> Conversation:
     for message in earlier[-1:]:
         call_ids |= {call["id"] for call in message.get("tool_calls", ())}
     messages = []
+    positions = []  # in `items`, for each of the messages
     for i, item in enumerate(items):
         if isinstance(item, dict):
+            if item.get("type") == "reasoning":
+                continue  # thoughts of an earlier reply, which no model reads again
             item = _message(item, f"input[{i}]", call_ids)
         messages.append(item)
+        positions.append(i)
     try:
         return read_conversation([*earlier, *messages])
     except ApiError as refusal:  # the field has another name on this route
-        text = _renamed(str(refusal), len(earlier))
-        param = refusal.param and _renamed(refusal.param, len(earlier))
+        text = _renamed(str(refusal), len(earlier), positions)
+        param = refusal.param and _renamed(refusal.param, len(earlier), positions)
         raise ApiError(refusal.status, refusal.code, text, param) from None
 
 
-def _renamed(text: str, earlier: int) -> str:
+def _renamed(
+    text: str,
+    earlier: int,
+    positions: Sequence[int],
+) -> str:
     """Return an error text of the chat route with the field names of this route.
 
-    The first `earlier` messages belong to the response that the request continues.
+    The first `earlier` messages belong to the response that the request continues. `positions` are
+    those of the other messages in the input.
     """
 
     def field(match: re.Match[str]) -> str:
         index = int(match[1]) - earlier
-        return "previous_response_id" if index < 0 else f"input[{index}]{match[2] or ''}"
+        if index < 0:
+            return "previous_response_id"
+        return f"input[{positions[index]}]{match[2] or ''}"
 
     text = re.sub(r"messages\[(\d+)\](\.\w+)?", field, text)
     return text.replace("messages", "input")

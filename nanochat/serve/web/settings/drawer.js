@@ -44,7 +44,7 @@ export class SettingsDrawer {
     const box = make("input");
     Object.assign(box, { type: "number", min: low, max: high, step: step < 1 ? "any" : 1, inputMode: "decimal" });
     box.value = current()[name] ?? "";
-    const standard = { ...model?.defaults, top_p: 1 };
+    const standard = { top_p: 1, ...model?.defaults };
     if (model) standard.max_tokens = defaultTokens(model);
     box.placeholder = standard[name] ?? "";
     const wrong = make("span", "wrong");

@@ -61,7 +61,8 @@ def test_a_result_may_belong_to_a_call_of_the_earlier_response() -> None:
 @pytest.mark.parametrize(
     ("given", "param"),
     [
-        (None, "input"), (5, "input"), ([], "input"), ([5], "input[0]"), ([{"type": "reasoning"}], "input[0].type"),
+        (None, "input"), (5, "input"), ([], "input"), ([5], "input[0]"),
+        ([{"type": "reasoning"}], "input"), ([{"type": "mcp_call"}], "input[0].type"), ([{"type": "reasoning"}, 5], "input[1]"),
         ([{"type": ["message"]}], "input[0].type"), ([{**QUESTION, "content": 5}], "input[0].content"),
         ([QUESTION, {"role": "tool", "content": "rain"}], "input[1].role"), ([RESULT], "input[0].call_id"),
         ([QUESTION, {**CALL, "arguments": {}}], "input[1]"), ([QUESTION, {**CALL, "call_id": None}], "input[1]"),
