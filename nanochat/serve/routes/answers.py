@@ -255,10 +255,14 @@ class Writer(Protocol):
 
 
 class Work(NamedTuple):
-    """The engine requests of one HTTP request, and a function from an answer's ID to its writer."""
+    """The engine requests of one HTTP request, and a function from an answer's ID to its writer.
+
+    `scores` is the most log-probabilities that the answer may list.
+    """
 
     requests: list[tuple[list[int], Sampling]]
     writer: Callable[[str], Writer]
+    scores: int = 0
 
 
 def error(refusal: ApiError) -> JSONResponse:

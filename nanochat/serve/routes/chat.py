@@ -85,6 +85,7 @@ class ChatRequest:
         prompt, dropped = make_prompt(chat, settings.max_tokens, self.truncate, tokenizer, room)
         prompt = [*prompt, *reply_start]
         requests = settings.requests(prompt, limits.context)
+        scores = 0
         if self.logprobs:
             tokens = sum(sampling.max_tokens for _, sampling in requests)
             scores = tokens * (1 + settings.sampling.logprobs)
@@ -95,7 +96,7 @@ class ChatRequest:
             envelope = Envelope(f"chatcmpl-{number}", created, limits.model, dropped)
             return ChatWriter(envelope, self, len(prompt), tokenizer)
 
-        return Work(requests, writer)
+        return Work(requests, writer, scores)
 
 
 def read_chat(

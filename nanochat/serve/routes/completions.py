@@ -78,16 +78,14 @@ class CompletionRequest:
         requests = []
         for prompt in prompts:
             requests += self.settings.requests(prompt, limits.context)
-        check_scores(
-            sum(map(self._scores, requests)),
-            "n, max_tokens or logprobs, or send fewer or shorter prompts",
-        )
+        scores = sum(map(self._scores, requests))
+        check_scores(scores, "n, max_tokens or logprobs, or send fewer or shorter prompts")
         texts = [item if isinstance(item, str) else _text(item, tokenizer) for item in self.prompts]
 
         def writer(number: str) -> CompletionWriter:
             return CompletionWriter(f"cmpl-{number}", limits.model, self, prompts, texts, tokenizer)
 
-        return Work(requests, writer)
+        return Work(requests, writer, scores)
 
     def _prompt_ids(self, item: str | list[int], tokenizer: Tokenizer) -> list[int]:
         """Return the tokens of a prompt, given as a text or as tokens."""
