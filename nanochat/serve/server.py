@@ -188,7 +188,7 @@ class ChatServer:
 
     def _shelf(self, request: Request) -> Shelf:
         """Return the Shelf that holds the stored responses of a request's key."""
-        return self.responses.of(request.headers.get("authorization", ""))
+        return self.responses.of(request.headers.get("authorization", ""), _owner(request))
 
     # --- preparation -----------------------------------------------------------------------------
 
