@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.runtime import samples
 from nanochat.runtime.samples import MAX_LETTERS, Sample, forget_samples, keep_samples, newest_samples, read_samples
 
 
@@ -52,7 +51,7 @@ def test_the_newest_samples_come_from_the_end_of_the_file_alone(
     said = [Sample(step, "base_loss", "The", f" {step} " + "x" * 500) for step in range(1, 101)]
     keep_samples(tmp_path, said)
     assert newest_samples(tmp_path, 3) == said[:-4:-1]
-    monkeypatch.setattr(samples, "TAIL_BYTES", 3000)
+    monkeypatch.setattr("nanochat.runtime.samples.TAIL_BYTES", 3000)
     newest = newest_samples(tmp_path, 100)
     assert 1 < len(newest) < 6 and newest == said[::-1][: len(newest)]
     (tmp_path / "samples.jsonl").unlink()
