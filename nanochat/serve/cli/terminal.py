@@ -22,7 +22,9 @@ LINE_EDITOR = (
     "set convert-meta off",
     "tab: self-insert",  # a chat has no file names to complete, and pasted text may have tabs
 )
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Control characters but tab and newline, characters that reverse the direction of what follows, and
+# halves of surrogate pairs.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def language(flag: str) -> str:
@@ -34,9 +36,9 @@ def language(flag: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """Return a model's text with U+FFFD for each control character except tab and newline.
+    """Return a model's text with U+FFFD for each character that matches CONTROL.
 
-    A reply must not be able to control the terminal.
+    A reply must not be able to control the terminal, or to look different from what it says.
     """
     return CONTROL.sub("\ufffd", text)
 
