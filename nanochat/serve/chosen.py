@@ -1,5 +1,6 @@
 """Loads the models to chat with: those trained here, published ones, and their adapters."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ NEEDS_BASE = "--adapter belongs to a published model: name its folder with --mod
 # The longest chat in tokens without --context: the full context of a published model could fill all
 # memory.
 LONGEST = 4096
+LONGEST_NAME = 200  # letters in the name of an adapter, which clients use as a model's name
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,12 @@ def adapter_folders(values: Sequence[str], model: Path | None) -> dict[str, Path
             name = folder.name
         if not name or (equals and not path):
             raise UserError(f"--adapter must be NAME=FOLDER or FOLDER, got {value!r}", exit_code=2)
+        if not name.isprintable() or "/" in name or len(name) > LONGEST_NAME:
+            raise UserError(
+                f"the name of an adapter must be at most {LONGEST_NAME} letters without slashes "
+                f"and control characters, got {reprlib.repr(name)}: write NAME=FOLDER",
+                2,
+            )
         if name in folders:
             raise UserError(
                 f"two adapters would have the name {name!r}: give one another name, as NAME=FOLDER",
