@@ -269,7 +269,7 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._look(len(data))
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to keep the connection, now that the client sends nothing more.
 
         A client that has sent a whole request may still wait for the answer, or may have left. If

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import requests
+from requests.auth import AuthBase, HTTPBasicAuth
 
 from nanochat.common import UserError, parse_json
 from nanochat.data.conversation import Message, Part
@@ -264,7 +265,7 @@ def _queue_lines(
 # --- addresses -----------------------------------------------------------------------------------
 
 
-class _Bearer(requests.auth.AuthBase):
+class _Bearer(AuthBase):
     """Sends a key, or nothing if it is empty; either keeps requests from reading ~/.netrc."""
 
     def __init__(self, api_key: str = ""):
@@ -276,7 +277,7 @@ class _Bearer(requests.auth.AuthBase):
         return request
 
 
-def _split_url(url: str) -> tuple[str, requests.auth.AuthBase]:
+def _split_url(url: str) -> tuple[str, AuthBase]:
     """Return a server's URL, which ends with /v1 and has no password, and what is sent in its place.
 
     Raises UserError (exit code 2) if the URL is malformed.
@@ -294,7 +295,7 @@ def _split_url(url: str) -> tuple[str, requests.auth.AuthBase]:
     plain = plain.rstrip("/").removesuffix("/v1") + "/v1"
     if not parts.username:
         return plain, _Bearer()
-    return plain, requests.auth.HTTPBasicAuth(unquote(parts.username), unquote(password or ""))
+    return plain, HTTPBasicAuth(unquote(parts.username), unquote(password or ""))
 
 
 def _without_password(url: str) -> str:

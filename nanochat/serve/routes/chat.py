@@ -81,8 +81,14 @@ class ChatRequest:
             plain = alternating(chat)
             chat = plain.prompt
             reply_start = reply_tokens(plain.messages[-1], tokenizer)
-        room = limits.context - len(reply_start)
-        prompt, dropped = make_prompt(chat, settings.max_tokens, self.truncate, tokenizer, room)
+        prompt, dropped = make_prompt(
+            chat,
+            settings.max_tokens,
+            self.truncate,
+            tokenizer,
+            limits.context,
+            begun=len(reply_start),
+        )
         prompt = [*prompt, *reply_start]
         requests = settings.requests(prompt, limits.context)
         scores = 0
@@ -106,9 +112,9 @@ def read_chat(
 ) -> ChatRequest:
     """Check a decoded body, and return it as a ChatRequest.
 
-    Raises ApiError: 404 for an unknown model, and 400 for any other invalid body.
+    Raises ApiError (400) for an invalid body.
     """
-    fields = read_fields(value, limits, FIELDS, NEUTRAL)
+    fields = read_fields(value, FIELDS, NEUTRAL)
     logprobs = flag(fields, "logprobs")
     top_logprobs = alternatives(fields, "top_logprobs")
     if top_logprobs and not logprobs:

@@ -133,9 +133,9 @@ def read_completion(
 ) -> CompletionRequest:
     """Check a decoded body, and return it as a CompletionRequest.
 
-    Raises ApiError: 404 for an unknown model, and 400 for any other invalid body.
+    Raises ApiError (400) for an invalid body.
     """
-    fields = read_fields(value, limits, FIELDS, NEUTRAL)
+    fields = read_fields(value, FIELDS, NEUTRAL)
     max_tokens = integer(fields, "max_tokens", 0, limits.context)
     if max_tokens is None:
         max_tokens = MAX_TOKENS

@@ -337,15 +337,17 @@ def make_prompt(
     tokenizer: Tokenizer,
     context: int,
     field: str = "messages",
+    begun: int = 0,
 ) -> tuple[list[int], int]:
     """Return the tokens of a prompt that fits, and how many of the oldest turns were dropped.
 
-    The prompt leaves room in the context for `max_tokens` tokens, or for one if that is None.
+    The prompt leaves room in the context for `max_tokens` tokens, or for one if that is None, and
+    for the `begun` tokens with which the reply begins.
     Turns, as counted after answerable(), are dropped only with `truncate`. Raises ApiError (400)
     about `field` if the prompt does not fit or cannot be rendered.
     """
     reply_length = max_tokens or 1
-    room = context - reply_length
+    room = context - reply_length - begun
     messages = answerable(conversation).messages
     if messages != conversation.messages:
         prompt = render_chat(conversation, tokenizer, field)
@@ -371,8 +373,9 @@ def make_prompt(
     reason = "which leaves no room for an answer"
     if max_tokens:
         reason = f"and max_tokens asks for {reply_length} more"
+    length = len(prompt) + begun
     text = (
-        f"the model's context holds {context} tokens; the messages have {len(prompt)}, {reason}: "
+        f"the model's context holds {context} tokens; the messages have {length}, {reason}: "
         "shorten the chat"
     )
     raise ApiError(400, "context_length_exceeded", text, field)

@@ -29,7 +29,7 @@ def tokenize(
 
     A text that spells one special token, and nothing else, becomes that token.
     """
-    fields = read_fields(value, limits, FIELDS, {"add_generation_prompt": (True,)})
+    fields = read_fields(value, FIELDS, {"add_generation_prompt": (True,)})
     if fields.get("messages") is not None:
         tokens = render_chat(read_conversation(fields["messages"]), tokenizer)
     else:
@@ -74,7 +74,7 @@ def detokenize(
     limits: Limits,
 ) -> dict[str, Any]:
     """Return the answer to /detokenize, a dict with the text of tokens, including special ones."""
-    fields = read_fields(value, limits, {"tokens"}, {})
+    fields = read_fields(value, {"tokens"}, {})
     if "tokens" not in fields:
         raise missing("tokens", "a list of token ids")
     tokens = token_ids(fields["tokens"], "tokens", limits)

@@ -187,6 +187,12 @@ def test_prompt_that_cannot_fit_is_refused_with_its_length() -> None:
             make_prompt(Conversation((user("x" * 100),)), None, truncate, ByteTokenizer(), 50)  # type: ignore[arg-type]
 
 
+def test_a_begun_reply_that_is_longer_than_the_context_is_refused_with_the_lengths_of_both() -> None:
+    """It was told that the context holds -45 tokens."""
+    with pytest.raises(ApiError, match="holds 50 tokens; the messages have 100"):
+        make_prompt(Conversation((user("x"),)), None, False, ByteTokenizer(), 50, begun=95)  # type: ignore[arg-type]
+
+
 def by_address(owners: str, waiting: int, leaving: tuple[int, ...] = ()) -> tuple[str, str]:
     """The arrivals that get their turn, in order, and those that are refused; each letter is an address."""
     done, refused = served(waiting, [{"owner": owner} for owner in owners], leaving)
