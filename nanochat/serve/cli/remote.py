@@ -357,7 +357,9 @@ def _defaults(model: dict[str, Any]) -> dict[str, Any]:
     published: dict[str, Any] = {}
     for name in ("temperature", "min_p"):
         value = defaults.get(name)
-        if type(value) in (int, float) and 0 <= value <= LARGEST_SETTING:  # false for NaN
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if 0 <= value <= LARGEST_SETTING:  # false for NaN
             published[name] = value
     for name in ("top_k", "max_tokens"):
         if _is_count(defaults.get(name)):
