@@ -103,6 +103,7 @@ class Engine:
         self.graphs = None if graphs is None else DecodeGraphs(model, cache, graphs, adapters)
         self._passes = Passes(model, cache, self.length, pad, adapters, self.graphs)
         self._waiting: deque[Request] = deque()
+        self._suspended: dict[int, Request] = {}  # by number
         self._next_request = 0
         # None if this copy of nanochat lacks JSON schemas. Any thread may use `schemas`.
         self.schemas: Any = None
@@ -220,6 +221,8 @@ class Engine:
 
         The slot of a request in flight is free at once.
         """
+        if self._suspended.pop(number, None) is not None:
+            return True
         for request in self._waiting:
             if request.number == number:
                 self._waiting.remove(request)
@@ -229,6 +232,23 @@ class Engine:
                 self._slots.leave(slot)
                 return True
         return False
+
+    @torch.inference_mode()
+    def suspend(self, number: int) -> None:
+        """Take away the slot of a request in flight until resume().
+
+        Its reply then continues with the same tokens as without the pause. What the slot holds is
+        computed again only if other requests have needed the slot in the meantime.
+        """
+        for slot, request in enumerate(self._slots.running):
+            if request.number == number:
+                self._suspended[number] = request.again()
+                self._slots.leave(slot)
+                return
+
+    def resume(self, number: int) -> None:
+        """Queue a suspended request again."""
+        self._waiting.append(self._suspended.pop(number))
 
     @torch.inference_mode()
     def forget(self) -> None:
@@ -372,7 +392,7 @@ class Engine:
                 break
             self._share(slot)
             tokens = min(self._chunk_end(request) - request.cached, CHUNK)
-            if tokens == 0:
+            if tokens <= 0:  # the whole prompt is cached
                 break
             if any(self._slots.will_share(request, earlier) for earlier in requests[:count]):
                 break  # the common prefix is copied, not computed twice

@@ -61,6 +61,9 @@ VERSION = 1
 FILE_NAME = "tokenizer.json"
 BYTES = 256
 MOST_TOKENS = (1 << 31) - 1  # the largest vocabulary that rustbpe can number
+# The largest sum of the squared lengths of all tokens in a file: to find how a token was merged takes
+# time in proportion to its square. A vocabulary of 100,000 usual tokens has a thousandth of it.
+MOST_MERGING = 2e10
 # The longest text that is encoded in one call, in characters. This file cuts longer texts first,
 # whichever encoder is used. fancy-regex, which tiktoken and the published rustbpe use, keeps one
 # backtracking entry per character of a run of spaces, and gives up near a million. Only the pieces
@@ -230,6 +233,9 @@ class Tokenizer:
                     f"{remedy}"
                 )
             ranks = [base64.b64decode(token, validate=True) for token in content["ranks"]]
+            if sum(len(token) ** 2 for token in ranks) > MOST_MERGING:
+                longest = max(map(len, ranks))
+                raise ValueError(f"its tokens are too long, the longest has {longest:,} bytes")
             return cls(ranks, content["pattern"], content["regex"], content["specials"])
         except UserError:
             raise

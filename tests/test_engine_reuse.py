@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from nanochat.engine import Completion, Engine
+from nanochat.engine import Completion, Engine, sample_settings
+from nanochat.generate import slots
 from nanochat.generate.sampling import Sampling
 from nanochat.generate.slots import MIN_PREFIX, STATE_INTERVAL, common_prefix
 from nanochat.gpt import GPT
@@ -126,6 +127,83 @@ def test_chats_that_come_and_go_in_any_order_equal_cold_ones(model, pad):
                 finished += 1
         assert engine.slots - engine.free_slots + engine.waiting == len(running)
     assert finished > 10 and engine.prompt_tokens_reused > engine.prompt_tokens_read / 4
+
+
+def test_prompt_scores_of_finished_requests_are_bounded_together(model, monkeypatch):
+    monkeypatch.setattr(slots, "MAX_SAVED_SCORES", 2 * 40)
+    engine = Engine(model, TOKENIZER, slots=4)
+    scored = Sampling(0.0, max_tokens=1, prompt_logprobs=1)
+    first, second = words(30, 31), words(30, 32)
+    engine.generate([first], scored)
+    engine.generate([second], scored)
+    assert engine.generate([second], scored)[0].reused == 28
+    again = engine.generate([first], scored)[0]
+    assert again.reused == 0 and len(again.prompt_scores) == 29
+
+
+# --- suspended replies ---------------------------------------------------------------------------
+
+SUSPENDED = [
+    Sampling(0.0, max_tokens=25, logprobs=2),
+    Sampling(1.0, 20, max_tokens=30, seed=3, frequency_penalty=0.5, logit_bias=((5, 1.0),)),
+    Sampling(1.0, None, max_tokens=20, seed=4, prompt_logprobs=1),
+    Sampling(1.0, None, max_tokens=20, seed=5, stop=("never said",)),
+]
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("slot_count", [1, 4])
+def test_suspended_replies_are_those_of_a_cold_engine(model, recurrent, slot_count):
+    """With one slot, others take the slot of a suspended reply, and all of it is computed again."""
+    tested = Recurrent(TOKENIZER, LENGTH) if recurrent else model
+    rng = random.Random(90)
+    engine = Engine(tested, TOKENIZER, slots=slot_count, prefill_tokens=24)  # type: ignore[arg-type]
+    prompts = [words(30 + 9 * i, 91 + i) for i in range(4)]
+    asked = [
+        (prompt, sample_settings(sampling, prompt, 0)) for prompt, sampling in zip(prompts, SUSPENDED, strict=True)
+    ]
+    replies = {engine.submit(*request): Completion() for request in asked}
+    suspended: list[int] = []
+    pauses = 0
+    while engine.busy or suspended:
+        if suspended and (not engine.busy or rng.random() < 0.3):
+            engine.resume(suspended.pop(0))
+        events = engine.step()
+        for event in events:
+            replies[event.request].add(event)
+        running = [event.request for event in events if event.finish is None]
+        if running and rng.random() < 0.2:
+            suspended.append(rng.choice(running))
+            engine.suspend(suspended[-1])
+            pauses += 1
+    assert pauses > 5
+    for prompt, sampling, reply in zip(prompts, SUSPENDED, replies.values(), strict=True):
+        fresh = Recurrent(TOKENIZER, LENGTH) if recurrent else model
+        (expected,) = Engine(fresh, TOKENIZER, slots=1).generate([prompt], sampling)  # type: ignore[arg-type]
+        assert_same(reply, expected)
+        assert [score.token for score in reply.prompt_scores] == [score.token for score in expected.prompt_scores]
+
+
+def test_a_suspended_reply_that_is_resumed_reads_nothing_again(model):
+    engine = Engine(model, TOKENIZER, slots=2)
+    number = engine.submit(words(40, 95), GREEDY)
+    said = [event.token for _ in range(5) for event in engine.step()]
+    read, passes = engine.prompt_tokens_read, engine.passes
+    engine.suspend(number)
+    assert not engine.busy and engine.free_slots == 2
+    engine.resume(number)
+    while engine.busy:
+        said += [event.token for event in engine.step()]
+    assert engine.prompt_tokens_read == read and engine.passes == passes + len(said) - 5
+    assert said == cold(model, words(40, 95)).tokens
+
+
+def test_a_suspended_request_can_be_cancelled(model):
+    engine = Engine(model, TOKENIZER, slots=1)
+    number = engine.submit(words(20, 96), GREEDY)
+    engine.step()
+    engine.suspend(number)
+    assert engine.cancel(number) and not engine.cancel(number)
 
 
 # --- states that cannot be cut -------------------------------------------------------------------

@@ -290,3 +290,14 @@ def test_a_tokenizer_can_be_pickled():
     tokenizer = make()
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.hash == tokenizer.hash and [again.encode(text) for text in TEXTS] == [*map(tokenizer.encode, TEXTS)]
+
+
+def test_a_file_with_an_endless_token_is_refused_at_once(tmp_path):
+    """To find its merges would take a minute for a megabyte, and four for two."""
+    path = make().save(tmp_path)
+    content = json.loads(path.read_text())
+    content["ranks"].append(base64.b64encode(b"ab" * 500_000).decode())
+    content.pop("sha256")
+    path.write_text(json.dumps({**content, "sha256": module._digest(content)}))
+    with pytest.raises(UserError, match="the longest has 1,000,000 bytes"):
+        Tokenizer.load(tmp_path)

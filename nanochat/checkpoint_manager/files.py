@@ -77,7 +77,7 @@ def steps(folder: Path) -> list[int]:
     numbers = []
     for path in folder.glob("step_*/meta.json"):
         number = path.parent.name.removeprefix("step_")
-        if number.isdecimal():
+        if number.isdecimal() and path.parent == step_dir(folder, int(number)):
             numbers.append(int(number))
     return sorted(numbers)
 
@@ -121,21 +121,29 @@ def publish(temporary: Path, final: Path) -> None:
     An existing folder of that name is removed first.
     """
     fsync_path(temporary)
-    if final.exists():
+    if os.path.lexists(final):
         delete(final)
     os.rename(temporary, final)
     fsync_path(final.parent)
 
 
 def delete(folder: Path) -> None:
-    """Remove the folder of a step.
+    """Remove the folder of a step, or whatever else has its name; links are not followed.
 
     The folder is renamed first, so that a killed process leaves no partial step.
     """
     doomed = folder.with_name(f".deleted-{folder.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
+    _remove(doomed)
     os.rename(folder, doomed)
-    shutil.rmtree(doomed)
+    _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder with its content, a file or a link, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def prune(folder: Path, keep: int, newest: int) -> None:
@@ -201,7 +209,8 @@ def sweep(folder: Path) -> None:
     """
     for pattern in (".tmp-*", ".deleted-*"):
         for leftover in folder.glob(pattern):
-            shutil.rmtree(leftover, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _remove(leftover)
 
 
 # --- verifying -----------------------------------------------------------------------------------

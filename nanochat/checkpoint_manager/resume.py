@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from nanochat.checkpoint_manager.parts.model import read_parameters
 from nanochat.checkpoint_manager.parts.rank_state import Optimizers, State
 from nanochat.checkpoint_manager.same_run import RunSettings
 from nanochat.common import UserError, log, parse_json, tr
+from nanochat.data.locks import open_regular
 from nanochat.device import Compute, barrier
 from nanochat.runtime import fingerprint, parallel
 from nanochat.runtime.tracking import read_metrics
@@ -78,12 +78,11 @@ def _lock(folder: Path, compute: Compute) -> None:
     """Create a folder if needed, and lock it until this process stops training.
 
     The lock is a record lock: forked workers do not inherit it, so it vanishes when this process is
-    killed. Raises UserError if another process still holds it after 10 seconds. On a file system
-    without locks, nothing is locked.
+    killed. Raises UserError if another process still holds it after 10 seconds, or if it is a link
+    or a special file. On a file system without locks, nothing is locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    compute.ending.callback(os.close, file)
+    file = compute.ending.enter_context(open_regular(folder / LOCK, owned=False))
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:

@@ -120,10 +120,12 @@ def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = 
     """Download the published bundle (162 MB) to <base>/eval_bundle, and return that folder.
 
     The folder only appears once it is complete. Call this on one rank only. Raises UserError if the
-    download fails, or if the archive is too large or not an eval bundle.
+    download fails, if the archive is too large or not an eval bundle, or if the folder exists.
     """
     base = base_dir()
     target = base / "eval_bundle"
+    if os.path.lexists(target):
+        raise UserError(f"{target} exists already. Delete it, then type the same command again")
     archive = base / "eval_bundle.zip"
     hint = (
         f"On a machine with network, download {url}, and unpack it here as {target}, "
@@ -197,7 +199,7 @@ def read_bundle(folder: Path) -> list[IclTask]:
         baselines = _read_baselines(folder / "eval_meta_data.csv")
         tasks = [
             IclTask(
-                label=settings["label"],
+                label=str(settings["label"]),
                 kind=str(settings["icl_task_type"]),
                 path=folder / "eval_data" / settings["dataset_uri"],
                 shots=int(settings["num_fewshot"][0]),
@@ -219,8 +221,11 @@ def read_bundle(folder: Path) -> list[IclTask]:
             f"the eval bundle in {folder} differs from the published one ({broken!r}): replace it "
             f"with a fresh copy of {BUNDLE_URL}"
         ) from broken
+    if not tasks:
+        raise UserError(f"{folder / 'core.yaml'} lists no task. Copy it from the published bundle")
+    data = (folder / "eval_data").resolve()
     for task in tasks:
-        _check_task(task, f"{task.label} in {folder / 'core.yaml'}")
+        _check_task(task, data, f"{task.label} in {folder / 'core.yaml'}")
     return tasks
 
 
@@ -232,8 +237,11 @@ def _read_baselines(path: Path) -> dict[str, float]:
     return {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in rows}
 
 
-def _check_task(task: IclTask, place: str) -> None:
-    """Raise UserError if a task of core.yaml cannot be evaluated; `place` begins the message."""
+def _check_task(task: IclTask, data: Path, place: str) -> None:
+    """Raise UserError if a task of core.yaml cannot be evaluated.
+
+    Its file must be in the folder `data`. `place` begins the message.
+    """
     if task.kind not in FIELDS:
         raise UserError(
             f"{place}: icl_task_type must be one of {', '.join(FIELDS)}, got {task.kind}. "
@@ -243,6 +251,16 @@ def _check_task(task: IclTask, place: str) -> None:
         raise UserError(
             f"{place}: num_fewshot must be 0 to {MAX_SHOTS}, got {task.shots}. "
             "Correct it, or remove the task"
+        )
+    if not 0 <= task.baseline < 1:
+        raise UserError(
+            f"{place}: the random baseline must be 0 to below 100, got {100 * task.baseline:g}. "
+            "Correct it in eval_meta_data.csv, or remove the task"
+        )
+    if not task.path.resolve().is_relative_to(data):
+        raise UserError(
+            f"{place}: dataset_uri must name a file in {data}, got {task.path}. Correct it, or "
+            "remove the task"
         )
     if not task.path.is_file():
         raise UserError(

@@ -201,7 +201,8 @@ def tier(unsafe_exec: bool = False) -> str:
     instead of returning "limits". It also raises UserError if neither tier can be set up.
 
     The program and the tests that grade it share a process, so a program that is written to cheat
-    can pass, for example with an object that equals everything.
+    can pass, for example with an object that equals everything, or by calling exit() of the C
+    library.
     """
     if not sys.platform.startswith("linux"):
         raise UserError(

@@ -12,7 +12,7 @@ been unused for longest.
 import itertools
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -26,6 +26,8 @@ MIN_PREFIX = 16  # a shorter common prefix is not worth copying
 # The states of recurrent layers cannot be shortened, so a prompt's are saved every 256 tokens.
 STATE_INTERVAL = 256
 MAX_SAVED_STATES = 4  # per slot; the latest ones are kept
+# Log-probabilities of prompts that all finished requests together keep, some 160 bytes each.
+MAX_SAVED_SCORES = 1 << 18
 
 
 class Grammar(Protocol):
@@ -70,6 +72,23 @@ class Request:
     def generated(self) -> int:
         """The number of tokens of the reply so far."""
         return len(self.tokens) - self.prompt_length
+
+    def again(self) -> "Request":
+        """Return a request that continues this reply in another slot, with nothing cached yet."""
+        return replace(
+            self,
+            tokens=list(self.tokens),
+            cached=0,
+            reused=0,
+            prompt_scores=[],
+            saved_states={},
+        )
+
+    def release(self) -> None:
+        """Free what only a request in flight needs: a schema's automaton takes up to 20 MB."""
+        self.grammar = None
+        self.history = None
+        self.stops = None
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -124,13 +143,13 @@ class Slots:
     # --- common prefixes -------------------------------------------------------------------------
 
     def _reusable(self, request: Request, donor: Request) -> int:
-        """Return how many prompt tokens can be reused from the donor's slot, or 0 if below 16."""
+        """Return how many tokens can be reused from the donor's slot, or 0 if below 16."""
         if request.tokens[:MIN_PREFIX] != donor.tokens[:MIN_PREFIX]:
             return 0
         if request.sampling.adapter != donor.sampling.adapter:
             return 0
         common = common_prefix(request.tokens, donor.tokens)
-        length = min(common, donor.cached, request.prompt_length - 1)
+        length = min(common, donor.cached, len(request.tokens) - 1)
         if request.sampling.prompt_logprobs is not None:
             if request.sampling.prompt_logprobs != donor.sampling.prompt_logprobs:
                 return 0
@@ -279,10 +298,23 @@ class Slots:
         self.active = last
         self.requests[last] = request if reusable else None
         request.last_used = next(self._clock)
+        request.release()
+        self._limit_scores()
         if contents is not None:
             self.cache.put(last, contents)
         elif not reusable:
             self.cache.clear(slice(last, last + 1))
+
+    def _limit_scores(self) -> None:
+        """Drop prompt scores of finished requests, the oldest first, if there are too many."""
+        finished = [request for request in self.requests[self.active :] if request is not None]
+        finished.sort(key=lambda request: request.last_used, reverse=True)
+        saved_scores = 0
+        for request in finished:
+            listed = 1 + (request.sampling.prompt_logprobs or 0)
+            saved_scores += listed * len(request.prompt_scores)
+            if saved_scores > MAX_SAVED_SCORES:
+                request.prompt_scores = []
 
     def forget(self) -> None:
         """Empty every slot that no request in flight holds."""

@@ -21,6 +21,8 @@ from nanochat.common import UserError, warn
 from nanochat.data import limits
 
 MEMORY = Path("/proc/meminfo")
+# Folders of other programs' compiled code, which by default lie in the user's own cache.
+OTHER_CACHES = ("TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # identify this process
 MEETING = ("MASTER_ADDR", "MASTER_PORT")  # tell where the processes meet
 
@@ -104,10 +106,15 @@ def use_compile_cache(base: Path) -> Path:
     by all base folders), `base`/compile_cache and a private folder among the temporary files.
 
     Code in the folder is loaded and run, so a folder that another user could write to is skipped.
+    The same holds for the folders that OTHER_CACHES name: their variables are unset with a warning.
     The compiler does not quote its command line, so a path with a space or a quote is skipped too,
     unless the user named it. Call this early: creating the first optimizer imports torch's
     compiler, which then chooses a folder of its own.
     """
+    for variable in OTHER_CACHES:
+        other = os.environ.get(variable)
+        if other and not _is_usable(Path(other), is_named=True):
+            del os.environ[variable]
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if named and _is_usable(Path(named), is_named=True):
         return Path(named)
@@ -144,6 +151,8 @@ def _is_usable(folder: Path, is_named: bool = False) -> bool:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         why = not_private(folder)
+        if not why and not is_named and folder.stat().st_uid == os.geteuid():
+            folder.chmod(0o700)  # files in it may have any mode: a umask of 0 lets others write
     except OSError as failure:
         if not is_named:
             return False
@@ -158,18 +167,22 @@ def not_private(folder: Path) -> str:
     """Return why another user could write into a folder or replace it, or "" if none could."""
     about = folder.stat()
     if about.st_uid not in (os.geteuid(), 0):
-        return f"it belongs to user {about.st_uid}, and must belong to user {os.geteuid()}, who runs this command"
-    if _others_write(about):
-        return f"other users may write to it; if you trust what it holds, run `chmod go-w {shlex.quote(str(folder))}`"
+        return (
+            f"it belongs to user {about.st_uid}, and must belong to user {os.geteuid()}, who runs "
+            "this command"
+        )
+    if others_write(about):
+        command = f"chmod go-w {shlex.quote(str(folder))}"
+        return f"other users may write to it; if you trust what it holds, run `{command}`"
     for parent in {*folder.absolute().parents, *folder.resolve().parents}:
         about = parent.stat()
         can_rename = not about.st_mode & stat.S_ISVTX  # with this bit, others cannot
-        if can_rename and _others_write(about):
+        if can_rename and others_write(about):
             return f"other users may write to {parent}; run `chmod go-w {shlex.quote(str(parent))}`"
     return ""
 
 
-def _others_write(about: os.stat_result) -> bool:
+def others_write(about: os.stat_result) -> bool:
     """Return whether users other than the owner may write.
 
     A group whose ID equals the owner's user ID is assumed to have no other members.

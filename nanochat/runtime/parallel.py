@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nanochat.common import UserError, log, tr
 from nanochat.device import Compute, is_sharded, local
+from nanochat.runtime import signals
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -320,7 +321,7 @@ def agree(value: int, compute: Compute) -> int:
 
 @contextlib.contextmanager
 def together(name: str, compute: Compute) -> Iterator[None]:
-    """Raise UserError on every rank if this block raises it on any rank.
+    """Raise UserError on every rank if this block raises it on any rank, and signals.Stopped too.
 
     Every rank must enter the block, and inside it no rank may wait for another. Ranks on which the
     block succeeded say in their message that `name` is broken.
@@ -330,6 +331,10 @@ def together(name: str, compute: Compute) -> Iterator[None]:
         yield
     except UserError as mistake:
         failure = mistake
+    except signals.Stopped:  # a signal to this rank, which may stop before the other ranks notice
+        signals.check(compute)
+        raise
+    signals.check(compute)
     succeeded = least(int(failure is None), compute)
     if not succeeded:
         raise failure or UserError(

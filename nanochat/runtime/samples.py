@@ -1,5 +1,7 @@
 """Reads and writes samples.jsonl, which holds sample replies from the checkpoints of a stage."""
 
+import os
+import stat
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 from nanochat.common import check_regular, parse_json, to_json, write_atomic
 
 MAX_BYTES = 16 << 20  # a larger samples.jsonl is not read
+TAIL_BYTES = 1 << 20  # how much of the end of a file newest_samples() reads
 MAX_LETTERS = 2000  # the longest prompt or reply, in characters; the rest is cut off
 
 
@@ -62,6 +65,43 @@ def read_samples(folder: Path) -> list[Sample]:
         return []
     samples = map(_parse, lines)
     return [sample for sample in samples if sample is not None]
+
+
+def newest_samples(folder: Path, count: int) -> list[Sample]:
+    """Return up to `count` samples from the last 1 MiB of a stage's file, the latest first.
+
+    Lines that hold no sample are skipped. Raises OSError if the file cannot be opened or is not a
+    regular file.
+    """
+    file = open_regular(folder / "samples.jsonl")
+    try:
+        size = os.fstat(file).st_size
+        data = os.pread(file, TAIL_BYTES, max(0, size - TAIL_BYTES))
+    finally:
+        os.close(file)
+    lines = data.splitlines()
+    if size > TAIL_BYTES:
+        del lines[:1]  # its beginning was not read
+    samples: list[Sample] = []
+    for line in reversed(lines):
+        sample = _parse(line)
+        if sample is not None:
+            samples.append(sample)
+        if len(samples) == count:
+            break
+    return samples
+
+
+def open_regular(path: Path) -> int:
+    """Open a file for reading, and return its file descriptor.
+
+    Raises OSError if it cannot be opened or is not a regular file; reading a pipe could block.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{path} is not a regular file")
+    return file
 
 
 def _parse(line: bytes) -> Sample | None:

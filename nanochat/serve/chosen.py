@@ -1,5 +1,6 @@
 """Loads the models to chat with: those trained here, published ones, and their adapters."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ MOST_SLOTS = 32
 FEWEST_SLOTS = 4
 SHORTEST = 512
 FREE_SHARE = 0.8
+LONGEST_NAME = 200  # letters in the name of an adapter, which clients use as a model's name
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,12 @@ def adapter_folders(values: Sequence[str], model: Path | None) -> dict[str, Path
             name = model_name(folder)
         if not name or (equals and not path):
             raise UserError(f"--adapter must be NAME=FOLDER or FOLDER, got {value!r}", exit_code=2)
+        if not name.isprintable() or "/" in name or len(name) > LONGEST_NAME:
+            raise UserError(
+                f"the name of an adapter must be at most {LONGEST_NAME} letters without slashes "
+                f"and control characters, got {reprlib.repr(name)}: write NAME=FOLDER",
+                2,
+            )
         if name in folders:
             raise UserError(
                 f"two adapters would have the name {name!r}: give one another name, as NAME=FOLDER",

@@ -34,6 +34,7 @@ SWALLOWED_BYTES = 1 << 20
 # not read.
 SOCKET_BYTES = 64 * 1024
 WARNING_SECONDS = 60  # least time between two log lines with the same message
+PROBE_SECONDS = 0.5  # how often a client that has stopped sending is checked for having left
 
 # What the server waits for: a request, the rest of its headers, the rest of its body, for the
 # client to read what was sent, or for it to receive the last answer before the connection closes.
@@ -176,11 +177,11 @@ class Connections:
 
 
 class Requests(h11.Connection):
-    """Parses HTTP requests, and refuses two kinds that h11 accepts.
+    """Parses HTTP requests, and refuses three kinds that h11 accepts.
 
     Programs disagree on how to read a request with both Content-Length and Transfer-Encoding. A
     body in more than BODY_PIECES pieces costs too much work: up to a thousand times that of a body
-    in one piece.
+    in one piece. Headers of more than HEADER_BYTES pass h11 if they arrive in one read.
     """
 
     def __init__(self) -> None:
@@ -195,6 +196,9 @@ class Requests(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._pieces = 0
+            size = len(event.target) + sum(len(name) + len(value) for name, value in event.headers)
+            if size > HEADER_BYTES:
+                raise h11.RemoteProtocolError(f"headers may have at most {HEADER_BYTES:,} bytes")
             names = {name for name, _ in event.headers}
             if {b"content-length", b"transfer-encoding"} <= names:
                 raise h11.RemoteProtocolError(
@@ -264,6 +268,34 @@ class Connection(H11Protocol):
             return
         super().data_received(data)
         self._look(len(data))
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether to keep the connection, now that the client sends nothing more.
+
+        A client that has sent a whole request may still wait for the answer, or may have left. If
+        the answer has not begun, an interim response, which clients ignore, makes the system of a
+        client that has left reset the connection. Otherwise the client counts as one that has left.
+        """
+        cycle = self.cycle
+        if self.leaving or cycle is None or cycle.more_body or cycle.response_started:
+            return False
+        if self.conn.their_http_version != b"1.1":  # older clients know no interim responses
+            return False
+        cycle.keep_alive = False
+        interim = h11.InformationalResponse(status_code=100, headers=[])
+        self.transport.write(self.conn.send(interim) or b"")
+        self.loop.call_later(PROBE_SECONDS, self._probe)
+        return True
+
+    def _probe(self) -> None:
+        """Drop the connection if it was reset, which is not noticed while nothing is written."""
+        if self._gone or self.transport.is_closing():
+            return
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.drop()
+        else:
+            self.loop.call_later(PROBE_SECONDS, self._probe)
 
     def pause_writing(self) -> None:
         """Begin to wait for the client, which does not read as fast as the server writes."""

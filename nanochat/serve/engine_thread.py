@@ -5,10 +5,13 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from nanochat.common import UserError
+from nanochat.generate.sampling import Sampling
+from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.waiting import Line
 
 
@@ -31,6 +34,15 @@ SHARE_ALONE = 2
 SHARE_BESIDE_OTHERS = 8
 RECENT_SECONDS = 60.0
 NEWS_SECONDS = 0.02  # least time between two deliveries: too short for a reader to notice
+# The largest total size of all tickets, as estimated, until they are released. One address may have
+# half of it.
+MOST_BYTES = 512 << 20
+SCORE_BYTES = 600  # of a log-probability until the answer is sent
+TOKEN_BYTES = 40  # of a token of a prompt
+# Events that wait for clients which do not read: their largest total size. The ticket with the most
+# then ends.
+UNREAD_BYTES = 64 << 20
+EVENT_BYTES = 300
 
 E = TypeVar("E", bound=EngineEvent)
 E_co = TypeVar("E_co", bound=EngineEvent, covariant=True)
@@ -53,28 +65,49 @@ class StepEngine(Protocol[E_co]):
 
     def cancel(self, number: int) -> bool: ...
 
+    def suspend(self, number: int) -> None: ...
+
+    def resume(self, number: int) -> None: ...
+
+
+class HasSize(Protocol):
+    """The compiled JSON schema that replies must follow."""
+
+    @property
+    def size(self) -> float:
+        """The estimated upper bound on its memory, in bytes."""
+        ...
+
 
 class Ticket(Generic[E]):
     """The engine requests of one HTTP request, and a queue for the events of their replies."""
 
     def __init__(
         self,
-        requests: Sequence[tuple[list[int], Any]],
+        requests: Sequence[tuple[list[int], Sampling]],
         owner: str = "",
-        automaton: object = None,
+        automaton: HasSize | None = None,
+        scores: int = 0,
     ):
         """Make a ticket for engine requests, each a prompt with its sampling settings.
 
         `owner` is the address of the client. `automaton` is the compiled JSON schema that the
         replies must follow, or None without a schema; the ticket keeps it alive for the engine.
+        `scores` is the most log-probabilities that the answer may list.
         """
         self.requests = requests
         self.owner = owner
         self.automaton = automaton
-        # Only the engine's thread changes the next two.
+        prompts = {id(prompt): prompt for prompt, _ in requests}  # replies share their prompt
+        prompt_tokens = sum(map(len, prompts.values()))
+        self.bytes = prompt_tokens * TOKEN_BYTES + scores * SCORE_BYTES
+        # Only the engine's thread changes the next three.
         self.submitted = 0  # how many of the requests the engine has received
         self.running: dict[int, int] = {}  # the engine's request ID -> the index in `requests`
-        self.unfinished = len(requests)  # only the event loop uses this
+        self.suspended: deque[int] = deque()  # IDs of running requests that wait for a slot
+        # Only the event loop uses these.
+        self.unfinished = len(requests)
+        self.failed = False
         self._news: asyncio.Queue[tuple[int, E] | Exception] = asyncio.Queue()
 
     @property
@@ -84,12 +117,29 @@ class Ticket(Generic[E]):
 
     @property
     def more(self) -> bool:
-        """Whether some requests have not been handed to the engine yet."""
-        return self.submitted < len(self.requests)
+        """Whether some requests have not been handed to the engine yet, or are suspended."""
+        return self.submitted < len(self.requests) or bool(self.suspended)
+
+    @property
+    def unread(self) -> int:
+        """The estimated size in bytes of the events that events() has not returned yet."""
+        alternatives = self.requests[0][1].logprobs if self.requests else 0
+        return self._news.qsize() * (EVENT_BYTES + alternatives * SCORE_BYTES // 4)
 
     def tell(self, news: "tuple[int, E] | Exception") -> None:
-        """Queue an event with the index of its request, or an exception that ends all replies."""
-        self._news.put_nowait(news)
+        """Queue an event with the index of its request, or an exception that ends all replies.
+
+        After an exception, nothing more is queued.
+        """
+        if not self.failed:
+            self._news.put_nowait(news)
+            self.failed = isinstance(news, Exception)
+
+    def fail_at_once(self, failure: Exception) -> None:
+        """Make events() raise an exception in place of the events that it has not returned yet."""
+        while not self._news.empty():
+            self._news.get_nowait()
+        self.tell(failure)
 
     async def events(self) -> list[tuple[int, E]]:
         """Wait for events, and return all that have arrived since the last call, at least one.
@@ -129,6 +179,7 @@ class EngineThread(Generic[E]):
         self.slots = engine.free_slots
         self.free_slots = self.slots
         self.tickets: set[Ticket[E]] = set()  # submitted, and neither released nor finished
+        self._unreleased: set[Ticket[E]] = set()
         self.line: Line[Ticket[E]] = Line()
         self._engine = engine
         self._limit = self.slots + waiting  # of tickets
@@ -165,10 +216,11 @@ class EngineThread(Generic[E]):
         """Queue a ticket, which the caller must release later.
 
         If there is no room, the address with the most waiting tickets loses its newest one, whose
-        events() raises Displaced. Raises asyncio.QueueFull if no ticket can give way. A ticket
-        whose replies have all ended takes up no room, even if its client never reads them.
+        events() raises Displaced. Raises asyncio.QueueFull if no ticket can give way, or if the
+        unreleased tickets would be too large together. A ticket whose replies have all ended takes
+        up no room, even if its client never reads them.
         """
-        if self.full(ticket.owner):
+        if self.full(ticket.owner) or self._too_large(ticket):
             raise asyncio.QueueFull
         if len(self.tickets) >= self._limit:
             loser = self.line.give_way(ticket.owner)
@@ -177,12 +229,24 @@ class EngineThread(Generic[E]):
             self.tickets.discard(loser)
             loser.tell(Displaced())
         self.tickets.add(ticket)
+        self._unreleased.add(ticket)
         self.line.add(ticket)
         self._inbox.put("look")
+
+    def _too_large(self, newcomer: Ticket[E]) -> bool:
+        """Return whether all tickets would be too large together, or those of one address.
+
+        An address may always have one ticket if all together are not too large.
+        """
+        if _size_of([*self._unreleased, newcomer]) > MOST_BYTES:
+            return True
+        own = [ticket for ticket in self._unreleased if ticket.owner == newcomer.owner]
+        return bool(own) and _size_of([*own, newcomer]) > MOST_BYTES // 2
 
     def release(self, ticket: Ticket[E]) -> None:
         """Take a ticket back, and have its unfinished replies cancelled before the next step."""
         self.tickets.discard(ticket)
+        self._unreleased.discard(ticket)
         self.line.remove(ticket)
         self._inbox.put(ticket)
 
@@ -240,26 +304,65 @@ class EngineThread(Generic[E]):
         return True
 
     def _fill(self) -> None:
-        """Hand requests to the engine while it has free slots, with addresses taking turns."""
-        while len(self._running) < self.slots:
-            ticket = self.line.next(self._may_begin)
-            if ticket is None:
-                return
-            prompt, sampling = ticket.requests[ticket.submitted]
-            try:
-                number = self._engine.submit(prompt, sampling)
-            except UserError as mistake:
-                self._drop(ticket, mistake)
+        """Hand requests to the engine while it has slots for them, with addresses taking turns."""
+        while (ticket := self._next_ticket()) is not None:
+            if ticket.suspended:
+                number = ticket.suspended.popleft()
+                self._engine.resume(number)
+                self._running[number] = ticket
+            elif not self._submit_next(ticket):
                 continue
-            except Exception as failure:  # the edge of the thread, as in _run
-                traceback.print_exc()
-                self._drop(ticket, failure)
-                continue
-            self._running[number] = ticket
-            ticket.running[number] = ticket.submitted
             self._remember(ticket.owner)
-            ticket.submitted += 1
             self.line.done_with(ticket)
+
+    def _next_ticket(self) -> Ticket[E] | None:
+        """Return the ticket whose request gets a slot next, or None if no request may begin.
+
+        If no slot is free, the latest reply of the address with the most slots is suspended for an
+        address with at least two fewer.
+        """
+        if len(self._running) < self.slots:
+            return self.line.next(self._may_begin)
+        counts = Counter(ticket.owner for ticket in self._running.values())
+        ((largest, most),) = counts.most_common(1)
+
+        def deserves(ticket: Ticket[E]) -> bool:
+            return counts[ticket.owner] + 2 <= most and self._may_begin(ticket)
+
+        ticket = self.line.next(deserves)
+        if ticket is not None:
+            self._suspend_latest(largest)
+        return ticket
+
+    def _suspend_latest(self, owner: str) -> None:
+        """Suspend the address's reply that began last; its ticket waits in front of the others."""
+        for number, ticket in reversed(self._running.items()):
+            if ticket.owner == owner:
+                del self._running[number]
+                self._engine.suspend(number)
+                ticket.suspended.append(number)
+                self.line.add_first(ticket)
+                return
+
+    def _submit_next(self, ticket: Ticket[E]) -> bool:
+        """Submit a ticket's next request to the engine, and return whether it was accepted.
+
+        If it was not, the ticket is dropped.
+        """
+        prompt, sampling = ticket.requests[ticket.submitted]
+        try:
+            number = self._engine.submit(prompt, sampling)
+        except UserError as mistake:
+            self._drop(ticket, mistake)
+            return False
+        except Exception as failure:  # the edge of the thread, as in _run
+            traceback.print_exc()
+            self._drop(ticket, failure)
+            return False
+        self._running[number] = ticket
+        ticket.running[number] = ticket.submitted
+        ticket.submitted += 1
+        return True
 
     def _remember(self, owner: str) -> None:
         """Record that a reply of an address begins, and drop old records if there are many."""
@@ -297,9 +400,10 @@ class EngineThread(Generic[E]):
         """
         self.line.remove(ticket)
         for number in ticket.running:
-            del self._running[number]
+            self._running.pop(number, None)  # a suspended request is not there
             self._engine.cancel(number)
         ticket.running.clear()
+        ticket.suspended.clear()
         if failure is not None:
             self._news.append((ticket, failure))
 
@@ -316,7 +420,8 @@ class EngineThread(Generic[E]):
     def _deliver(self, news: "Sequence[tuple[Ticket[E], tuple[int, E] | Exception]]") -> None:
         """Put events and exceptions into the queues of their tickets.
 
-        Tickets whose replies have all ended, or failed, no longer take up room.
+        Tickets whose replies have all ended, or failed, no longer take up room. If too many events
+        wait for clients that do not read them, the ticket with the most ends.
         """
         for ticket, item in news:
             ticket.tell(item)
@@ -326,3 +431,18 @@ class EngineThread(Generic[E]):
                 ticket.unfinished -= 1
                 if not ticket.unfinished:
                     self.tickets.discard(ticket)
+        while sum(ticket.unread for ticket in self._unreleased) > UNREAD_BYTES:
+            largest = max(self._unreleased, key=lambda ticket: ticket.unread)
+            text = (
+                "the client reads the answer too slowly: ask for a shorter answer, or read faster"
+            )
+            largest.fail_at_once(ApiError(408, "client_too_slow", text))
+            self.tickets.discard(largest)
+            self._inbox.put(largest)
+
+
+def _size_of(tickets: Collection[Ticket[Any]]) -> float:
+    """Return the estimated size of tickets in bytes, which may share compiled schemas."""
+    automata = {id(ticket.automaton): ticket.automaton for ticket in tickets if ticket.automaton}
+    size = sum(automaton.size for automaton in automata.values())
+    return size + sum(ticket.bytes for ticket in tickets)

@@ -19,14 +19,14 @@ from fastapi.responses import JSONResponse
 from nanochat.common import UserError
 from nanochat.generate.reply import Event
 from nanochat.serve.connections import Caps, neighbour
-from nanochat.serve.engine_thread import Ticket
+from nanochat.serve.engine_thread import HasSize, Ticket
 from nanochat.serve.models import Hosted, Loadable, Models
 from nanochat.serve.routes import tokens
 from nanochat.serve.routes.answers import QUEUE_FULL, Answer, Work, Writer, while_connected
 from nanochat.serve.routes.fields import ApiError, Defaults, Limits
 from nanochat.serve.routes.responses.request import read_response
 from nanochat.serve.routes.responses.store import ResponseStore, Shelf
-from nanochat.serve.waiting import ByAddress, SmallestFirst, Turns
+from nanochat.serve.waiting import Turns
 from nanochat.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Settings:
     """The server's limits and key, and what it serves in addition to the API."""
 
     waiting: int = 64  # requests that may wait for a slot of a model; the server refuses more
-    # Requests that may wait to be checked; the server refuses more, the largest first.
+    # Requests that may wait to be checked; the server refuses more, large ones first.
     preparing: int = 64
     # Requests that one address may have at the same time; 0: no such limit.
     per_address: int = 0
@@ -89,10 +89,10 @@ class ChatServer:
         self.models = Models(models, settings.waiting)
         self.settings = settings
         self.responses = ResponseStore()
-        self.turns = Turns(SmallestFirst(settings.preparing))
+        self.turns = Turns(settings.preparing)
         # The turns need no more than one thread, and each thread takes memory.
         self.preparing = ThreadPoolExecutor(1, "prepare")
-        self.schema_turns = Turns(ByAddress(settings.preparing))
+        self.schema_turns = Turns(settings.preparing)
         self.schemas = ThreadPoolExecutor(1, "schemas")  # a new schema may take seconds
 
     # --- facts about the server ------------------------------------------------------------------
@@ -147,7 +147,8 @@ class ChatServer:
                 model = self.models.of_body(value)
                 return work(value, model.tokenizer, model.limits)
 
-            content = await while_connected(request.receive, self._in_turn(body, answer_body))
+            answering = self._in_turn(_owner(request), body, answer_body)
+            content = await while_connected(request.receive, answering)
             if content is None:
                 return Response()  # the client has left
             return JSONResponse(content)
@@ -159,7 +160,7 @@ class ChatServer:
 
         async def answer(request: Request) -> Response:
             start = time.monotonic()
-            owner = neighbour(request.client.host if request.client else "")
+            owner = _owner(request)
             body = await read_body(request)
             preparation = self._prepare(body, reader, owner)
             prepared = await while_connected(request.receive, preparation)
@@ -191,17 +192,17 @@ class ChatServer:
 
     def _shelf(self, request: Request) -> Shelf:
         """Return the Shelf that holds the stored responses of a request's key."""
-        return self.responses.of(request.headers.get("authorization", ""))
+        return self.responses.of(request.headers.get("authorization", ""), _owner(request))
 
     # --- preparation -----------------------------------------------------------------------------
 
-    async def _in_turn(self, body: bytes, work: Callable[[], T]) -> T:
-        """Run `work`, which handles `body`, in a thread, and return the result.
+    async def _in_turn(self, owner: str, body: bytes, work: Callable[[], T]) -> T:
+        """Run `work`, which handles a `body` from the address `owner`, in a thread.
 
-        Smaller bodies come first. Raises ApiError (429) if the queue has no room for this one.
+        Returns the result. Raises ApiError (429) if the queue has no room for this body.
         """
         try:
-            async with self.turns.turn(size=len(body)):
+            async with self.turns.turn(owner, len(body)):
                 return await asyncio.get_running_loop().run_in_executor(self.preparing, work)
         except asyncio.QueueFull:
             raise _queue_full() from None
@@ -226,7 +227,7 @@ class ChatServer:
             return model, reader(value, model.limits, model.defaults)
 
         try:
-            async with self.turns.turn(size=len(body)):
+            async with self.turns.turn(owner, len(body)):
                 model, request = await loop.run_in_executor(self.preparing, check)
                 self._check_place(model, owner)
                 work = await loop.run_in_executor(self.preparing, _work, request, model)
@@ -259,14 +260,14 @@ class ChatServer:
         model: Hosted,
         work: Work,
         owner: str,
-        automaton: object,
+        automaton: HasSize | None,
     ) -> Prepared:
         """Submit the requests of a body to the engine's thread, and return a Prepared.
 
         The ticket keeps the compiled schema (`automaton`) alive. Raises asyncio.QueueFull if there
         is no room.
         """
-        ticket: Ticket[Event] = Ticket(work.requests, owner, automaton)
+        ticket: Ticket[Event] = Ticket(work.requests, owner, automaton, work.scores)
         model.thread.submit(ticket)
         return Prepared(model, ticket, work.writer, work.headers)
 
@@ -274,6 +275,11 @@ class ChatServer:
         """Stop preparing bodies."""
         for executor in (self.preparing, self.schemas):
             executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _owner(request: Request) -> str:
+    """Return the address that a request counts for."""
+    return neighbour(request.client.host if request.client else "")
 
 
 def _queue_full() -> ApiError:
@@ -299,7 +305,7 @@ def _work(request: CheckedRequest, model: Hosted) -> Work:
     return work
 
 
-def _automaton(schema: str, model: Hosted) -> object:
+def _automaton(schema: str, model: Hosted) -> HasSize | None:
     """Return the automaton that constrains replies to a JSON schema, compiling it if needed.
 
     While the automaton is held, the engine need not compile the schema. Raises ApiError (400) if

@@ -1,7 +1,7 @@
 """Queues in which requests wait for the engine, or for work that is done one request at a time.
 
 In a Line, addresses take turns, and the address with the most requests makes room for others. Turns
-lets requests do something one at a time: the smallest bodies first, or each address in turn.
+lets requests do something one at a time; the address that has used the least time is next.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import bisect
 import contextlib
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -59,7 +60,14 @@ class Line(Generic[W]):
         with self._lock:
             self._waiting.setdefault(waiter.owner, deque()).append(waiter)
 
-    def next(self, may_begin: Callable[[W], bool] = lambda waiter: True) -> W | None:
+    def add_first(self, waiter: W) -> None:
+        """Add a request in front of the others of its address, unless it is in the line already."""
+        with self._lock:
+            waiting = self._waiting.setdefault(waiter.owner, deque())
+            if waiter not in waiting:
+                waiting.appendleft(waiter)
+
+    def next(self, may_begin: Callable[[W], bool]) -> W | None:
         """Return the next address's oldest request, or None if no oldest request may begin yet.
 
         The address then goes to the end of the line. Addresses whose oldest request may not begin
@@ -127,112 +135,104 @@ class Line(Generic[W]):
 
 # --- turns ---------------------------------------------------------------------------------------
 
+# A turn counts as at least so many seconds, so that addresses alternate if turns take no time.
+SHORTEST_TURN = 0.001
+MOST_ADDRESSES = 1024  # whose times are remembered although none of their requests waits
+
 
 @dataclass(eq=False)
 class Turn:
-    """A request that waits in the queue of a Turns object; as a Waiter, it has only one part."""
+    """A request that waits for its turn."""
 
     owner: str
     size: int
     comes: asyncio.Future[None]  # done when the turn has come, or failed if it was refused
-    begun = False
-    more = False
 
 
-class TurnQueue(Protocol):
-    """Decides whose turn is next, and which turn is refused if too many are waiting."""
+class FairQueue:
+    """A queue in which the address that has used the least time is next, with its smallest body.
 
-    def add(self, turn: Turn) -> Turn | None:
-        """Add a turn, and return the turn that is refused for lack of room, if any.
+    A large request can take a hundred times as long to prepare as a usual one. So an address that
+    sends large ones delays another address by one turn at most, and its own small ones not at all.
+    An address whose first request arrives counts as one that has used as much time as the address
+    whose turn it is, so that it neither waits for its turn nor makes up for its absence.
 
-        The refused turn may be the new one.
-        """
-        ...
-
-    def next(self) -> Turn | None:
-        """Remove and return the next turn, or None if none is waiting."""
-        ...
-
-    def remove(self, turn: Turn) -> bool:
-        """Remove a turn, and return whether it was waiting."""
-        ...
-
-
-class SmallestFirst:
-    """A queue in which the smallest body is next, and the largest is refused if there is no room.
-
-    At most `limit` turns may wait. A large request can take a hundred times as long to prepare as a
-    usual one, so in another order a few large ones could keep all clients waiting.
+    At most `limit` turns may wait. If there is no room, the address with the most turns loses its
+    largest one, and the new turn's address does so if it has as many.
     """
 
     def __init__(self, limit: int):
         self._limit = limit
-        self._waiting: list[tuple[int, int, Turn]] = []  # size, arrival, turn; sorted
+        # By address: size, arrival and turn, sorted. Only addresses with turns that wait.
+        self._waiting: dict[str, list[tuple[int, int, Turn]]] = {}
+        self._used: dict[str, float] = {}  # by address, in seconds; the latest one comes last
+        self._latest = 0.0  # how much the address of the latest turn had used before that turn
         self._arrivals = itertools.count()
 
     def add(self, turn: Turn) -> Turn | None:
-        """Add a turn, and return the one refused for lack of room, if any; see TurnQueue.add()."""
-        bisect.insort(self._waiting, (turn.size, next(self._arrivals), turn))
-        if len(self._waiting) <= self._limit:
+        """Add a turn, and return the one that is refused for lack of room, if any."""
+        if turn.owner not in self._waiting:
+            self._forget()
+            self._waiting[turn.owner] = []
+            self._used[turn.owner] = max(self._used.get(turn.owner, 0.0), self._latest)
+        entry = (turn.size, next(self._arrivals), turn)
+        bisect.insort(self._waiting[turn.owner], entry)
+        if sum(map(len, self._waiting.values())) <= self._limit:
             return None
-        return self._waiting.pop()[2]
+        refused = self._waiting[self._largest_owner(turn.owner)][-1][2]
+        self.remove(refused)
+        return refused
 
     def next(self) -> Turn | None:
-        """Remove and return the next turn; see TurnQueue."""
-        return self._waiting.pop(0)[2] if self._waiting else None
-
-    def remove(self, turn: Turn) -> bool:
-        """Remove a turn; see TurnQueue."""
-        for index, (_, _, waiting_turn) in enumerate(self._waiting):
-            if waiting_turn is turn:
-                del self._waiting[index]
-                return True
-        return False
-
-
-class ByAddress:
-    """A queue in which addresses take turns.
-
-    At most `limit` turns may wait. If there is no room, the newest turn of the address with the
-    most turns is refused, or the new turn if its own address would have at least as many.
-    """
-
-    def __init__(self, limit: int):
-        self._limit = limit
-        self._line: Line[Turn] = Line()
-        self._latest = ""  # the address that had the latest turn
-
-    def add(self, turn: Turn) -> Turn | None:
-        """Add a turn, and return the one refused for lack of room, if any; see TurnQueue.add()."""
-        loser = None
-        if len(self._line) >= self._limit:
-            loser = self._line.give_way(turn.owner)
-            if loser is None:
-                return turn
-        self._line.add(turn)
-        return loser
-
-    def next(self) -> Turn | None:
-        """Remove and return the next turn; see TurnQueue."""
-        turn = self._line.next()
-        if turn is None:
+        """Remove and return the next turn, or None if none is waiting."""
+        if not self._waiting:
             return None
-        if turn.owner == self._latest:  # another address comes first, if one is waiting
-            turn = self._line.next() or turn
-        self._line.done_with(turn)
-        self._latest = turn.owner
+        owner = min(self._waiting, key=lambda address: self._used[address])
+        self._latest = self._used[owner]
+        turn = self._waiting[owner][0][2]
+        self.remove(turn)
         return turn
 
     def remove(self, turn: Turn) -> bool:
-        """Remove a turn; see TurnQueue."""
-        return self._line.remove(turn)
+        """Remove a turn, and return whether it was waiting."""
+        entries = self._waiting.get(turn.owner, [])
+        for index, (_, _, waiting_turn) in enumerate(entries):
+            if waiting_turn is turn:
+                del entries[index]
+                if not entries:
+                    del self._waiting[turn.owner]
+                return True
+        return False
+
+    def count(self, owner: str, seconds: float) -> None:
+        """Record that an address has used so much time."""
+        used = self._used.pop(owner, self._latest)
+        self._used[owner] = used + max(seconds, SHORTEST_TURN)
+        if owner in self._waiting:
+            self._waiting[owner] = self._waiting.pop(owner)  # the first of equal addresses is next
+
+    def _largest_owner(self, newcomer: str) -> str:
+        """Return the address with the most waiting turns; of equal ones, `newcomer` if possible."""
+        most = max(map(len, self._waiting.values()))
+        if len(self._waiting[newcomer]) == most:
+            return newcomer
+        return next(owner for owner, entries in self._waiting.items() if len(entries) == most)
+
+    def _forget(self) -> None:
+        """Forget the times of addresses without waiting turns, the oldest first, if too many."""
+        for owner in [*self._used][: len(self._used) - MOST_ADDRESSES]:
+            if owner not in self._waiting:
+                del self._used[owner]
 
 
 class Turns:
-    """Lets requests do something one at a time, in the order that a TurnQueue decides."""
+    """Lets requests do something one at a time, in the order of a FairQueue.
 
-    def __init__(self, queue: TurnQueue):
-        self._queue = queue
+    At most `limit` requests may wait.
+    """
+
+    def __init__(self, limit: int):
+        self._queue = FairQueue(limit)
         self._busy = False
 
     @contextlib.asynccontextmanager
@@ -253,16 +253,18 @@ class Turns:
         except asyncio.CancelledError:
             waited = self._queue.remove(turn)
             if not waited and _has_come(turn):
-                self._end()
+                self._end(owner, 0.0)
             raise
+        start = time.monotonic()
         try:
             yield
         finally:
-            self._end()
+            self._end(owner, time.monotonic() - start)
 
-    def _end(self) -> None:
-        """End the current turn, and begin the next one."""
+    def _end(self, owner: str, seconds: float) -> None:
+        """End the current turn, which took `seconds`, and begin the next one."""
         self._busy = False
+        self._queue.count(owner, seconds)
         self._begin_next()
 
     def _begin_next(self) -> None:

@@ -113,6 +113,27 @@ def test_a_deletion_cut_short_leaves_no_half_step(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.glob(".*")) == []
 
 
+def test_what_is_no_step_is_neither_taken_for_one_nor_in_the_way_of_one(tmp_path: Path) -> None:
+    """A plain file, a link to a step elsewhere, and names that no save gives."""
+    elsewhere = tmp_path / "elsewhere"
+    kept = make_step(elsewhere, 7)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "step_000003").write_text("a file")
+    (run / "step_000004").symlink_to(kept)
+    (run / ".deleted-step_000003").write_text("a file")
+    for name in ("step_5", "step_٠٠٠٠٠٥", "step_x"):
+        make_step(tmp_path, 5).rename(run / name)
+    assert step_files.steps(run) == [4]
+    for step in (3, 4):
+        made = make_step(tmp_path, step)
+        step_files.publish(made, step_files.step_dir(run, step))
+    assert step_files.steps(run) == [3, 4] and step_files.steps(elsewhere) == [7]
+    (run / ".tmp-step_000009").write_text("a file")
+    step_files.sweep(run)
+    assert list(run.glob(".*")) == []
+
+
 def test_what_is_set_aside_is_no_step_any_more_and_keeps_the_figures(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         make_step(tmp_path, step)

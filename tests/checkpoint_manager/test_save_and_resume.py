@@ -9,7 +9,7 @@ from nanochat.checkpoint_manager import files as step_files
 from nanochat.checkpoint_manager import save as saving
 from nanochat.checkpoint_manager.load import newest_whole
 from nanochat.checkpoint_manager.locate import make_meta
-from nanochat.checkpoint_manager.resume import Resumed, finished, restore, resume_stage
+from nanochat.checkpoint_manager.resume import LOCK, Resumed, finished, hold, restore, resume_stage
 from nanochat.checkpoint_manager.same_run import RunSettings
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.common import UserError
@@ -221,3 +221,11 @@ def test_a_stage_whose_last_measurement_was_not_logged_is_not_finished(tmp_path:
     tracker.log(**line)
     tracker.close()
     assert finished(tmp_path, WANTED, CPU)
+
+
+def test_a_link_planted_in_place_of_the_lock_is_refused_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK).symlink_to(tmp_path / "victim")
+    with pytest.raises(UserError, match="is a link"):
+        hold(tmp_path / "run", CPU)
+    assert not (tmp_path / "victim").exists()

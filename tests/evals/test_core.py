@@ -273,6 +273,10 @@ def test_read_bundle_gives_delimiters_and_baselines() -> None:
         ("core.yaml", "icl_tasks:", "icl_tasks: {", "differs from the published one"),
         ("core.yaml", "schema", "generation", "icl_task_type must be one of"),
         ("core.yaml", "language/who", "language/where", r"no file .*where\.jsonl"),
+        ("core.yaml", "language/who", "../core.yaml/../../who", "dataset_uri must name a file in"),
+        ("core.yaml", "language/who.jsonl", "/etc/passwd", "dataset_uri must name a file in"),
+        ("eval_meta_data.csv", ",50,TRUE,who", ",100,TRUE,who", "must be 0 to below 100, got 100"),
+        ("eval_meta_data.csv", ",50,TRUE,who", ",nan,TRUE,who", "must be 0 to below 100, got nan"),
         ("eval_meta_data.csv", "who,", "whose,", r"differs from the published one \(KeyError"),
         ("eval_meta_data.csv", ",50,TRUE,who", ",half,TRUE,who", "differs from the published one"),
     ],
@@ -283,6 +287,22 @@ def test_a_changed_bundle_is_refused(tmp_path: Path, file: str, old: str, new: s
     assert old in text
     (folder / file).write_text(text.replace(old, new, 1))
     with pytest.raises(UserError, match=message):
+        core_eval.read_bundle(folder)
+
+
+def test_a_bundle_without_tasks_is_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(BUNDLE, tmp_path / "bundle"))
+    (folder / "core.yaml").write_text("icl_tasks: []\n")
+    with pytest.raises(UserError, match="lists no task"):
+        core_eval.read_bundle(folder)
+
+
+def test_a_data_file_that_links_out_of_the_bundle_is_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(BUNDLE, tmp_path / "bundle"))
+    (file,) = folder.rglob("who.jsonl")
+    file.rename(tmp_path / "who.jsonl")
+    file.symlink_to(tmp_path / "who.jsonl")
+    with pytest.raises(UserError, match="dataset_uri must name a file in"):
         core_eval.read_bundle(folder)
 
 
@@ -337,3 +357,10 @@ def test_a_bundle_that_is_too_large_is_refused_and_not_kept(
     with pytest.raises(UserError, match=r"at most 2\b|of 2\b"):
         core_eval.download_bundle(f"{server.url}/eval_bundle.zip", Patience(attempts=1))
     assert list(base_dir().iterdir()) == []
+
+
+def test_a_folder_that_is_in_the_way_of_a_download_is_named_before_it(server: Server) -> None:
+    (base_dir() / "eval_bundle").mkdir()
+    (base_dir() / "eval_bundle" / "notes.txt").touch()
+    with pytest.raises(UserError, match="eval_bundle exists already"):
+        core_eval.download_bundle(f"{server.url}/eval_bundle.zip", Patience(attempts=1))

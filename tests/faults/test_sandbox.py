@@ -349,14 +349,21 @@ CHEATS = {
 }
 
 
+def test_what_the_page_admits_is_true(run: Run) -> None:
+    """If this fails, the sandbox has become better than T47 claims."""
+    assert run("import ctypes\nctypes.CDLL(None).exit(0)\n").passed
+
+
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_a_pass_cannot_be_read_and_repeated(run: Run, cheat: str) -> None:
     """T47. Injects: programs that look for the proof of a pass in frames, in all objects, in open files and in the
-    functions around them, write what they find to every open file, and leave early with status 0. Must follow: none
-    has passed.
+    functions around them, write what they find to every open file, and leave early with status 0, all in plain Python.
+    Must follow: none has passed. A program that calls exit() of the C library, or whose objects equal everything, can
+    pass: it shares a process with its tests.
 
-    注入：程序在栈帧、所有对象、打开的文件和外层函数里寻找“通过”的凭据，把找到的写进每个打开的文件，然后以状态 0
-    提前退出。必须：没有一个算通过。
+    注入：程序只用 Python，在栈帧、所有对象、打开的文件和外层函数里寻找“通过”的凭据，把找到的写进每个打开的文件，
+    然后以状态 0 提前退出。必须：没有一个算通过。但调用 C 库的 exit()、或造出与一切相等的对象的程序可能算通过，因为它
+    与测试代码在同一个进程里。
     """
     outcome = run(CHEATS[cheat].replace("\n        ", "\n") + "\nimport os\nos._exit(0)\n")
     assert not outcome.passed, outcome.output[:2000]

@@ -144,6 +144,30 @@ def test_a_cache_of_ones_own_is_made_private_and_used(tmp_path: Path, only_base:
     assert only_base.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.usefixtures("no_cache_named")
+def test_a_private_cache_is_closed_to_others_whatever_the_mode_of_its_files(tmp_path: Path, only_base: Path) -> None:
+    only_base.mkdir(parents=True, mode=0o755)
+    assert host.use_compile_cache(tmp_path / "base") == only_base
+    assert only_base.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.usefixtures("no_cache_named", "only_base")
+@pytest.mark.parametrize("variable", host.OTHER_CACHES)
+def test_caches_of_other_compilers_that_others_may_write_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str
+) -> None:
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    for folder, mode in ((own, 0o700), (shared, 0o777)):
+        folder.mkdir()
+        folder.chmod(mode)
+    monkeypatch.setenv(variable, str(own))
+    host.use_compile_cache(tmp_path / "base")
+    assert os.environ[variable] == str(own)
+    monkeypatch.setenv(variable, str(shared))
+    host.use_compile_cache(tmp_path / "base")
+    assert variable not in os.environ and str(shared) in capsys.readouterr().err
+
+
 COMPILES = """
 import sys
 import torch

@@ -13,7 +13,7 @@ from nanochat import device
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPT
-from nanochat.runtime import parallel
+from nanochat.runtime import parallel, signals
 from nanochat.step import LossScale
 from nanochat.train import compile as compiling
 from tests.support.rank_training import CONFIG, CPU, ROWS, batches, make
@@ -72,6 +72,18 @@ def refused(compute: Compute) -> str:
     return str(refusal.value)
 
 
+def stopped(compute: Compute) -> bool:
+    """Whether a rank leaves a common block when the last rank alone is asked to stop in it."""
+    try:
+        with signals.caught(compute.pulse), parallel.together("a task", compute):
+            if compute.rank == compute.world_size - 1:
+                compute.pulse.ask("a signal")
+                signals.check_alone(compute)
+    except signals.Stopped:
+        return True
+    return False
+
+
 def small_things(compute: Compute) -> dict[str, Any]:
     """Exercise sums, agreement, whole parameters before and after an evaluation, loading, and copies."""
     model, _ = make(compute)
@@ -87,7 +99,8 @@ def small_things(compute: Compute) -> dict[str, Any]:
     parallel.refresh(replica, model)
     return {
         "total": parallel.total([1.0 + compute.rank, 0.1], compute), "agree": parallel.agree(5 + compute.rank, compute),
-        "refused": refused(compute), "start": start, "evaluated": evaluated, "given": values, "loaded": loaded,
+        "refused": refused(compute), "stopped": stopped(compute),
+        "start": start, "evaluated": evaluated, "given": values, "loaded": loaded,
         "replica": {name: value.detach().clone() for name, value in replica.named_parameters()},
     }  # fmt: skip
 
@@ -138,6 +151,7 @@ def check_small_things(alone: dict[str, Any], together: list[dict[str, Any]]) ->
     for ran in together:
         assert ran["small"]["total"] == pytest.approx([ranks * (ranks + 1) / 2, 0.1 * ranks], abs=1e-12)
         assert ran["small"]["agree"] == 5  # rank 0's number
+        assert ran["small"]["stopped"]
     *others, last = [ran["small"]["refused"] for ran in together]
     assert last == alone["small"]["refused"] == "row 7 has no answer"
     assert set(others) == {"a task is broken on another rank, whose message says why"}

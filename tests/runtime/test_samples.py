@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.runtime.samples import MAX_LETTERS, Sample, forget_samples, keep_samples, read_samples
+from nanochat.runtime.samples import MAX_LETTERS, Sample, forget_samples, keep_samples, newest_samples, read_samples
 
 
 def test_samples_of_other_checkpoints_and_measurements_stay(tmp_path: Path) -> None:
@@ -43,3 +43,17 @@ def test_a_line_without_a_sample_is_left_out(tmp_path: Path, line: bytes) -> Non
     good = b'{"step": 1, "source": "a", "asked": "b", "said": "' + b"c" * 5000 + b'", "grade": Infinity}\n'
     (tmp_path / "samples.jsonl").write_bytes(line + b"\n" + good)
     assert read_samples(tmp_path) == [Sample(1, "a", "b", "c" * MAX_LETTERS)]
+
+
+def test_the_newest_samples_come_from_the_end_of_the_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = [Sample(step, "base_loss", "The", f" {step} " + "x" * 500) for step in range(1, 101)]
+    keep_samples(tmp_path, said)
+    assert newest_samples(tmp_path, 3) == said[:-4:-1]
+    monkeypatch.setattr("nanochat.runtime.samples.TAIL_BYTES", 3000)
+    newest = newest_samples(tmp_path, 100)
+    assert 1 < len(newest) < 6 and newest == said[::-1][: len(newest)]
+    (tmp_path / "samples.jsonl").unlink()
+    with pytest.raises(FileNotFoundError):
+        newest_samples(tmp_path, 3)

@@ -174,6 +174,10 @@ def test_adapters_have_the_names_that_they_are_given_or_those_of_their_folders(f
         (["/a/mine", "/b/mine"], "two adapters would have the name 'mine'"),
         (["=x"], "--adapter must be NAME=FOLDER or FOLDER, got '=x'"),
         (["a="], "--adapter must be NAME=FOLDER or FOLDER, got 'a='"),
+        (["a\nb=x"], "the name of an adapter"),
+        (["\u202ea=x"], "the name of an adapter"),
+        (["a/b=x"], "the name of an adapter"),
+        ([f"{'a' * 300}=x"], "the name of an adapter"),
     ],
 )
 def test_names_that_adapters_cannot_have_are_refused(values: list[str], said: str) -> None:

@@ -1,5 +1,6 @@
 """What counts as one address, and how often a warning is written. tests/faults/test_server.py tests the bounds."""
 
+import socket
 from dataclasses import replace
 
 import httpx
@@ -9,7 +10,7 @@ from nanochat.data.conversation import Part
 from nanochat.serve import connections
 from nanochat.serve.connections import Caps, Seldom, neighbour
 from tests.support.fake_engine import SETTINGS, FakeEngine, ask, eventually, running
-from tests.support.raw_client import connect, is_reset, post
+from tests.support.raw_client import connect, head, is_reset, post, until_closed
 
 
 @pytest.mark.parametrize(
@@ -53,3 +54,35 @@ def test_of_too_many_unread_answers_the_oldest_close() -> None:
         assert httpx.get(f"{url}/health").json()["status"] == "ok"
         for client in clients:
             client.close()
+
+
+def test_a_client_that_stops_sending_after_its_request_gets_the_answer() -> None:
+    engine = FakeEngine({"hello": ["you"]}, gated=True)
+    with running(engine) as url, connect(url) as client:
+        client.sendall(post(ask("hello")))
+        eventually(lambda: len(engine.seen) == 1)
+        client.shutdown(socket.SHUT_WR)
+        engine.allow(100)
+        received = until_closed(client)
+    assert b"HTTP/1.1 200" in received and b"you" in received
+    assert not engine.seen[0].cancelled
+
+
+def test_a_client_that_sends_half_a_request_and_stops_is_closed() -> None:
+    with running(FakeEngine()) as url, connect(url) as client:
+        client.sendall(head(content_length=9) + b"{")
+        client.shutdown(socket.SHUT_WR)
+        assert until_closed(client) == b""
+
+
+@pytest.mark.parametrize("where", ["a header", "many headers", "the path"])
+def test_headers_that_are_too_large_are_refused_if_they_come_in_one_read_too(where: str) -> None:
+    large = {
+        "a header": head("/health", "GET", cookie="x" * 50_000),
+        "many headers": head("/health", "GET", **{f"x{i}": "y" * 10 for i in range(2000)}),
+        "the path": head("/health?" + "x" * 50_000, "GET"),
+    }
+    with running(FakeEngine()) as url, connect(url) as client:
+        client.sendall(large[where])
+        assert until_closed(client).startswith(b"HTTP/1.1 400")
+        assert httpx.get(f"{url}/health", headers={"cookie": "x" * 8000}).status_code == 200

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from nanochat.data.conversation import Conversation, user
 from nanochat.generate.sampling import Sampling
 from nanochat.serve import engine_thread
 from nanochat.serve.engine_thread import Displaced, EngineThread, Ticket
+from nanochat.serve.routes.fields import ApiError
 from tests.support.fake_engine import ByteTokenizer, FakeEngine
 
 
@@ -20,8 +22,15 @@ def prompt(text: str) -> list[int]:
     return ByteTokenizer().render_prompt(Conversation((user(text),)))
 
 
-def ticket(text: str, owner: str = "", holds: object = None) -> Ticket:
-    return Ticket([(prompt(text), Sampling())], owner, holds)
+@dataclass(eq=False)
+class Sized:
+    """Stands in for an automaton."""
+
+    size: float = 0.0
+
+
+def ticket(text: str, owner: str = "", holds: Sized | None = None, scores: int = 0) -> Ticket:
+    return Ticket([(prompt(text), Sampling())], owner, holds, scores)
 
 
 @contextlib.asynccontextmanager
@@ -77,7 +86,7 @@ async def test_every_ticket_gets_its_own_answer():
 async def test_replies_under_schemas_of_one_address_leave_slots_to_others():
     engine = FakeEngine(slots=16, gated=True)
     async with started(engine, waiting=40) as thread:
-        first = [ticket(f"alone {i}", "one", object()) for i in range(10)]
+        first = [ticket(f"alone {i}", "one", Sized()) for i in range(10)]
         for each in first:
             thread.submit(each)
         engine.allow(1)
@@ -95,7 +104,7 @@ async def test_replies_under_schemas_of_one_address_leave_slots_to_others():
 async def test_beside_another_address_replies_under_schemas_have_fewer_slots():
     engine = FakeEngine(slots=16, gated=True)
     async with started(engine, waiting=40) as thread:
-        plain, ruled = ticket("plain", "two"), [ticket(f"ruled {i}", "one", object()) for i in range(5)]
+        plain, ruled = ticket("plain", "two"), [ticket(f"ruled {i}", "one", Sized()) for i in range(5)]
         for each in (plain, *ruled):
             thread.submit(each)
         engine.allow(1)
@@ -239,6 +248,81 @@ async def test_full_queue_takes_the_newest_place_of_the_address_with_most():
         thread.submit(ticket("b2", "b"))  # in the place that was given back
         engine.allow(1000)
         assert await asyncio.gather(*map(said, [*crowd[:2], newcomer, second])) == ["a0", "a1", "b0", "b1"]
+
+
+@asynchronous
+async def test_an_address_that_fills_all_slots_gives_one_to_another_at_once():
+    engine = FakeEngine(slots=4, gated=True)
+    async with started(engine, waiting=40) as thread:
+        crowd = [ticket(f"crowd {i}", "a") for i in range(9)]
+        for each in crowd:
+            thread.submit(each)
+        await until(lambda: sum(each.begun for each in crowd) == 4)
+        engine.allow(1)
+        others = [ticket("one", "b"), ticket("two", "b"), ticket("three", "b")]
+        for each in others:
+            thread.submit(each)
+        engine.allow(1)
+        await until(lambda: others[1].begun)
+        assert [len(each.suspended) for each in crowd[:4]] == [0, 0, 1, 1]
+        assert not others[2].begun  # two slots each are fair
+        engine.allow(10_000)
+        assert await asyncio.gather(*map(said, others)) == ["one", "two", "three"]
+        assert await asyncio.gather(*map(said, crowd)) == [f"crowd {i}" for i in range(9)]
+        assert thread.free_slots == 4 and not thread.tickets
+
+
+@asynchronous
+async def test_a_suspended_ticket_can_be_released():
+    engine = FakeEngine(slots=2, gated=True)
+    async with started(engine, waiting=40) as thread:
+        crowd, other = [ticket(f"crowd {i}", "a") for i in range(2)], ticket("other", "b")
+        for each in crowd:
+            thread.submit(each)
+        await until(lambda: crowd[1].begun)
+        thread.submit(other)
+        engine.allow(1)
+        await until(lambda: crowd[1].suspended)
+        thread.release(crowd[1])
+        await until(lambda: engine.seen[1].cancelled)
+        engine.allow(10_000)
+        assert await said(crowd[0]) == "crowd 0" and await said(other) == "other"
+
+
+@asynchronous
+async def test_the_size_of_all_tickets_and_of_one_addresses_is_bounded_until_their_release(monkeypatch):
+    monkeypatch.setattr(engine_thread, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(engine_thread, "SCORE_BYTES", 1)
+    engine = FakeEngine(slots=8)
+    async with started(engine) as thread:
+        automaton = Sized(2000)
+        first, same = ticket("x", "a", automaton), ticket("y", "a", automaton, scores=2000)
+        for each in (first, same):
+            thread.submit(each)
+        assert await said(first) == "x"
+        for refused in (ticket("z", "a", Sized(2000)), ticket("z", "a", scores=2000)):
+            with pytest.raises(asyncio.QueueFull):
+                thread.submit(refused)
+        large = ticket("z", "b", scores=5000)  # alone, an address may have more than its share
+        thread.submit(large)
+        with pytest.raises(asyncio.QueueFull):
+            thread.submit(ticket("z", "c", scores=1000))
+        thread.release(large)
+        thread.submit(ticket("z", "c", scores=1000))
+
+
+@asynchronous
+async def test_events_that_nobody_reads_end_the_ticket_with_the_most(monkeypatch):
+    monkeypatch.setattr(engine_thread, "UNREAD_BYTES", 100 * engine_thread.EVENT_BYTES)
+    async with started(FakeEngine(slots=2)) as thread:
+        unread, short = ticket("x" * 1000), ticket("y" * 50)
+        thread.submit(short)
+        thread.submit(unread)
+        await until(lambda: not thread.tickets)
+        with pytest.raises(ApiError, match="too slowly"):
+            await unread.events()
+        assert await said(short) == "y" * 50
+        await until(lambda: thread.free_slots == 2)
 
 
 # --- several requests on one ticket --------------------------------------------------------------

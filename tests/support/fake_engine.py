@@ -137,6 +137,7 @@ class FakeEngine:
         self._permits = threading.Semaphore(0)
         self._active: list[int] = []
         self._waiting: list[int] = []
+        self._suspended: list[int] = []
 
     def allow(self, tokens: int) -> None:
         """Permit this many more steps."""
@@ -163,12 +164,20 @@ class FakeEngine:
         return len(self.seen) - 1
 
     def cancel(self, request: int) -> bool:
-        for requests in (self._active, self._waiting):
+        for requests in (self._active, self._waiting, self._suspended):
             if request in requests:
                 requests.remove(request)
                 self.seen[request].cancelled = True
                 return True
         return False
+
+    def suspend(self, request: int) -> None:
+        self._active.remove(request)
+        self._suspended.append(request)
+
+    def resume(self, request: int) -> None:
+        self._suspended.remove(request)
+        self._waiting.append(request)
 
     def step(self) -> list[Event]:
         while self._waiting and self.free_slots:

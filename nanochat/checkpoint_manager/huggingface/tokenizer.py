@@ -3,6 +3,7 @@
 It reads tokenizer.json and the chat template, which turns conversations into text.
 """
 
+import math
 import re
 import reprlib
 import shutil
@@ -14,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from nanochat.checkpoint_manager.huggingface.folders import refuse_pointer
-from nanochat.checkpoint_manager.huggingface.quantised import drop_setting
 from nanochat.checkpoint_manager.huggingface.generation import sampling_defaults
+from nanochat.checkpoint_manager.huggingface.quantised import drop_setting
 from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, Messages, chatml
 from nanochat.common import UserError, fsync_path, read_json, sha256_of, tr
 from nanochat.data.bpe import letters_for_bytes
@@ -58,6 +59,46 @@ OPEN, CLOSE, BEGIN, END = "\ue000", "\ue001", "\ue002", "\ue003"
 def _message(role: str, text: str) -> dict[str, str]:
     """Return a message in the form that chat templates expect."""
     return {"role": role, "content": text}
+
+
+# How many times as long a normalizer may make a text: at some length, the library ends the process.
+MOST_GROWTH = 1000
+# By kind of normalizer; NFKC makes 18 letters of one.
+GROWTH = {
+    "NFC": 3,
+    "NFD": 4,
+    "NFKC": 18,
+    "NFKD": 18,
+    "Lowercase": 3,
+    "Strip": 1,
+    "StripAccents": 1,
+    "Nmt": 1,
+    "BertNormalizer": 4,
+    "ByteLevel": 4,
+    "Precompiled": 18,
+}
+
+
+def _growth(normalizer: Any) -> float:
+    """Return how many times as long a normalizer of tokenizer.json makes a text at most.
+
+    Raises KeyError if its kind is unknown.
+    """
+    if normalizer is None:
+        return 1.0
+    kind = normalizer["type"]
+    if kind == "Sequence":
+        return math.prod(map(_growth, normalizer["normalizers"]))
+    if kind == "Prepend":
+        return 1.0 + len(normalizer["prepend"])
+    if kind == "Replace":
+        # A regular expression may match nothing, between any two letters.
+        replaced = len(normalizer["pattern"].get("String", ""))
+        return max(
+            1.0,
+            len(normalizer["content"]) / replaced if replaced else 1.0 + len(normalizer["content"]),
+        )
+    return float(GROWTH[kind])
 
 
 class FolderTokenizer:
@@ -124,6 +165,7 @@ class FolderTokenizer:
             self._added = {token["content"]: int(token["id"]) for token in added_tokens}
             special_texts = {token["content"] for token in added_tokens if token["special"]}
             kind = content["decoder"]["type"]
+            growth = _growth(content.get("normalizer"))
         except Exception as failure:  # the library raises Exception itself
             raise UserError(
                 tr(
@@ -136,6 +178,11 @@ class FolderTokenizer:
             raise UserError(
                 f"{path} is a vocabulary of kind {kind}; only byte-level ones are known. Use "
                 "another model"
+            )
+        if growth > MOST_GROWTH:
+            raise UserError(
+                f"{path} has a normalizer that makes a text up to {growth:.3g} times as long; at "
+                f"most {MOST_GROWTH} times is accepted. Use another model"
             )
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -14,6 +14,8 @@ from nanochat.data.sources.fetch import Bar, Bars
 from nanochat.data.sources.published import SOURCES
 from nanochat.data.sources.textfiles import READERS, documents
 
+MAX_NAME_BYTES = 200  # a file name may have 255, and some names add to it
+
 
 class _Quiet(contextlib.AbstractContextManager[Any]):
     """A progress bar that shows nothing."""
@@ -51,11 +53,14 @@ def check_name(name: str) -> None:
     """Raise UserError (exit code 2) unless `name` can be the name of a corpus."""
     is_hidden = name.startswith(".")
     has_forbidden = any(character in name for character in "/:,")
-    if not name or is_hidden or has_forbidden or visible(name) != name:
+    is_printable = visible(name) == name and name.splitlines() == [name] and "\t" not in name
+    is_long = len(name.encode(errors="replace")) > MAX_NAME_BYTES
+    if is_hidden or has_forbidden or is_long or not is_printable:
         raise UserError(
             tr(
-                "the name of a corpus must be a plain folder name without / : , and control "
-                "characters, got {name!r}; choose one with --name",
+                "the name of a corpus must be a plain folder name of at most {bytes} bytes without "
+                "/ : , and control characters, got {name!r}; choose one with --name",
+                bytes=MAX_NAME_BYTES,
                 name=name,
             ),
             2,

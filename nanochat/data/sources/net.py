@@ -58,7 +58,7 @@ def request(
         options["proxies"] = DIRECT
     try:
         # The session stays open, because the caller reads a streamed response later.
-        return _Session().request(method, url, auth=_AsGiven(), **options)
+        return _Session().request(method, url, **{"auth": _AsGiven(), **options})
     except requests.exceptions.InvalidSchema as failure:
         if "SOCKS" not in str(failure):
             raise

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanochat.common import log, tr, warn
+from nanochat.common import atomic_path, log, tr, warn
 from nanochat.platforms import host
 from nanochat.platforms.host import compiler
 
@@ -80,7 +80,7 @@ def compiled(
     """Return the path of a C++ source's library, compiling it into `folder` if it is missing.
 
     `command` is the compiler, and `source` is kernels.cpp by default. The library's name contains
-    the hash from _digest(). A library that neither this user nor root owns counts as missing.
+    the hash from _digest(). A library that another user owns or may write to counts as missing.
     Raises OSError or subprocess.SubprocessError if the library cannot be compiled.
     """
     source = source or SOURCE
@@ -90,10 +90,10 @@ def compiled(
     if _is_ours(library):
         return library
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fresh = library.with_name(f".{library.name}-{os.getpid()}")
-    words = [command, *flags, f"-I{CPP}", str(source), "-o", str(fresh)]
-    subprocess.run(words, check=True, capture_output=True, text=True, timeout=SECONDS)
-    os.replace(fresh, library)
+    with atomic_path(library) as fresh:
+        words = [command, *flags, f"-I{CPP}", str(source), "-o", str(fresh)]
+        subprocess.run(words, check=True, capture_output=True, text=True, timeout=SECONDS)
+        fresh.chmod(0o755)
     return library
 
 
@@ -115,12 +115,12 @@ def _digest(command: str, flags: list[str], source: Path) -> str:
 
 
 def _is_ours(library: Path) -> bool:
-    """Return whether the file `library` exists and belongs to this user or root."""
+    """Return whether a file exists that belongs to this user or root, and only they may write."""
     try:
-        owner = library.stat().st_uid
+        about = library.stat()
     except FileNotFoundError:
         return False
-    return owner in (os.geteuid(), 0)
+    return about.st_uid in (os.geteuid(), 0) and not host.others_write(about)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ The file run.json next to it describes the run.
 
 import contextlib
 import fcntl
+import io
 import os
 import socket
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import parse_json, to_json, write_atomic, write_json
+from nanochat.data.locks import open_regular
 
 # A process that only checks the lock holds it for less than a millisecond.
 LOCK_TRIES = 100
@@ -41,7 +43,7 @@ class Jsonl:
         self.last: int = lines[-1].get("step", 0) if lines else -1
         text = "".join(to_json(line) + "\n" for line in lines)
         write_atomic(path, text)  # atomic, so that a kill loses no line
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the whole stage
+        self._file = io.TextIOWrapper(open_regular(path, owned=False), encoding="utf-8")
         _lock(self._file.fileno())
 
     def log(self, figures: dict[str, Any]) -> None:

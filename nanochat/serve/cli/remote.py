@@ -1,15 +1,21 @@
-"""Chats with an OpenAI-compatible server: streams replies, which can be stopped at any moment."""
+"""Chats with an OpenAI-compatible server: streams replies, which can be stopped at any moment.
+
+The server is not trusted: whatever it sends is either shown as text or refused in one message.
+"""
 
 import contextlib
-import json
 import queue
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import requests
+from requests.auth import AuthBase, HTTPBasicAuth
 
-from nanochat.common import UserError
+from nanochat.common import UserError, parse_json
 from nanochat.data.conversation import Message, Part
 from nanochat.data.sources import net
 
@@ -19,6 +25,13 @@ READ_SECONDS = 600  # a busy server may take minutes to its first token
 SETTINGS = ("temperature", "min_p", "top_k", "max_tokens")
 NOT_OPENAI = ("min_p", "top_k")  # settings that OpenAI's own server refuses
 LOOK_SECONDS = 0.1  # how often a reply under way checks whether it was stopped
+JSON_BYTES = 4 << 20  # of an answer that is not streamed
+JSON_SECONDS = 60.0  # for the whole of it to arrive
+LINE_BYTES = 1 << 20  # of a line of a streamed reply
+REPLY_BYTES = 64 << 20  # of a whole streamed reply
+REASON_LETTERS = 500  # of what a server says about a failure
+LONGEST_NAME = 200  # characters of a model's name
+LARGEST_SETTING = 1e9
 
 
 class Remote:
@@ -30,29 +43,35 @@ class Remote:
     def __init__(self, url: str, api_key: str):
         """Connect to the server at a URL, with or without /v1 or a route such as /v1/models.
 
+        A user name and a password in the URL are sent if there is no key; messages leave them out.
         Raises UserError if the URL is not HTTP (exit code 2), if no OpenAI-compatible server
         answers, or if it refuses the key.
         """
-        self.url = net.api_address(url)
         if not url.startswith(("http://", "https://")):
             raise UserError(
-                f"--url must begin with http:// or https://, got {url}: write it in full",
+                f"--url must begin with http:// or https://, got {_without_password(url)}: write "
+                "it in full",
                 exit_code=2,
             )
-        self._headers = {"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
+        self.url, self._auth = _split_url(url)
+        self._headers = {"Accept-Encoding": "identity"}
+        if api_key:
+            self._auth = _Bearer(api_key)
         models = self._json(self._send("GET", "models"))
         try:
             model = models["data"][0]
-            self.model = str(model["id"])
+            self.model = model["id"]
         except (KeyError, IndexError, TypeError):
+            model = None
+        if not isinstance(model, dict) or not _is_name(model["id"]):
             raise UserError(
                 f"{self.url} names no model: give --url the address of an OpenAI-compatible server"
-            ) from None
+            )
         # Our own server also accepts the fields of NOT_OPENAI.
         self._ours = model.get("owned_by") == "nanochat"
         self._defaults = _defaults(model) if self._ours else {}
         context = model.get("context_length")
-        self.context = context if self._ours and isinstance(context, int) else None  # in tokens
+        self.context = context if self._ours and _is_count(context) else None  # in tokens
         self.finish: str | None = None
         self.tokens = 0
 
@@ -136,19 +155,22 @@ class Remote:
         Raises UserError if the event is an error, or not a chat completion.
         """
         try:
-            value = json.loads(data)
+            value = parse_json(data)
             if "error" in value:
-                raise UserError(f"{self.url} failed: {value['error']['message']}")
-            self.tokens = (value.get("usage") or {}).get("completion_tokens", self.tokens)
+                raise UserError(f"{self.url} failed: {_reason(value) or 'it gave no reason'}")
+            tokens = (value.get("usage") or {}).get("completion_tokens")
+            if _is_count(tokens):
+                self.tokens = tokens
             for choice in value["choices"]:
-                self.finish = choice.get("finish_reason") or self.finish
+                self.finish = _text_in(choice, "finish_reason") or self.finish
                 delta = choice.get("delta") or {}
                 call = delta.get("tool")  # a calculator call, which only our server sends
                 if call:
-                    yield Part("python", call["expression"])
-                    yield Part("python_output", call["result"] or "")
-                if delta.get("content"):
-                    yield Part("text", delta["content"])
+                    yield Part("python", _text_in(call, "expression"))
+                    yield Part("python_output", _text_in(call, "result"))
+                text = _text_in(delta, "content")
+                if text:
+                    yield Part("text", text)
         except UserError:  # a ValueError as well, but it already has the server's own text
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as failure:
@@ -171,10 +193,12 @@ class Remote:
                 f"{self.url}/{path}",
                 json=body,
                 headers=self._headers,
+                auth=self._auth,
                 stream=True,
                 timeout=timeout,
+                allow_redirects=False,  # the chat and the key are for this server only
             )
-        except (requests.RequestException, UnicodeError) as failure:
+        except (requests.RequestException, UnicodeError, ValueError) as failure:
             text = (
                 f"no server answers at {self.url} ({type(failure).__name__}): start one there, or "
                 "correct --url"
@@ -182,19 +206,30 @@ class Remote:
             raise UserError(text) from failure
         if response.status_code == 401:
             raise UserError(f"{self.url} does not take this key: give the right one with --api_key")
-        if not response.ok:
-            value = self._json(response)
-            error = value.get("error") if isinstance(value, dict) else None
-            reason = error.get("message") if isinstance(error, dict) else None
+        if 300 <= response.status_code < 400:
             raise UserError(
-                f"{self.url} refused (status {response.status_code}): {reason or response.reason}"
+                f"{self.url} sends its clients to another address: give that one with --url"
             )
+        if not response.ok:
+            reason = _reason(self._json(response)) or response.reason[:REASON_LETTERS]
+            raise UserError(f"{self.url} refused (status {response.status_code}): {reason}")
         return response
 
     def _json(self, response: requests.Response) -> Any:
+        """Return the JSON value of a response.
+
+        Raises UserError if the body is not JSON, too large, compressed or too slow.
+        """
+        end = time.monotonic() + JSON_SECONDS
         try:
             with response:
-                return response.json()
+                _check_encoding(response)
+                body = bytearray()
+                for piece in response.iter_content(1 << 12):
+                    body += piece
+                    if len(body) > JSON_BYTES or time.monotonic() > end:
+                        raise ValueError("too large or too slow")
+            return parse_json(bytes(body))
         except (requests.RequestException, ValueError) as failure:
             raise UserError(
                 f"{self.url} sent no JSON: give --url the address of an OpenAI-compatible server"
@@ -206,11 +241,98 @@ def _queue_lines(
 ) -> None:
     """Put a response's lines into a queue, then None, or the exception that ended the reading."""
     try:
-        for line in response.iter_lines(chunk_size=1):
-            lines.put(line)
+        _check_encoding(response)
+        line = bytearray()
+        size = 0
+        for byte in response.iter_content(chunk_size=1):
+            size += len(byte)
+            if byte == b"\n":
+                lines.put(bytes(line).removesuffix(b"\r"))
+                line.clear()
+            else:
+                line += byte
+            if len(line) > LINE_BYTES or size > REPLY_BYTES:
+                raise ValueError(f"more than {LINE_BYTES:,} bytes a line or {REPLY_BYTES:,} in all")
+        lines.put(bytes(line))
         lines.put(None)
     except Exception as failure:  # the edge of a thread: closing the response also raises here
         lines.put(failure)
+
+
+# --- addresses -----------------------------------------------------------------------------------
+
+
+class _Bearer(AuthBase):
+    """Sends a key, or nothing if it is empty; either keeps requests from reading ~/.netrc."""
+
+    def __init__(self, api_key: str = ""):
+        self._api_key = api_key
+
+    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        if self._api_key:
+            request.headers["Authorization"] = f"Bearer {self._api_key}".encode()  # type: ignore[assignment]
+        return request
+
+
+def _split_url(url: str) -> tuple[str, AuthBase]:
+    """Return a server's URL, which ends with /v1 and has no password, and what is sent in its place.
+
+    Raises UserError (exit code 2) if the URL is malformed.
+    """
+    try:
+        parts = urlsplit(url)
+        host = parts.netloc.rpartition("@")[2]
+        password = parts.password
+        _ = parts.port  # raises ValueError if it is not a number
+    except ValueError:
+        raise UserError(
+            f"--url is not an address, got {_without_password(url)}: write http://HOST:PORT", 2
+        ) from None
+    plain = net.api_address(urlunsplit((parts.scheme, host, parts.path, "", "")))
+    if not parts.username:
+        return plain, _Bearer()
+    return plain, HTTPBasicAuth(unquote(parts.username), unquote(password or ""))
+
+
+def _without_password(url: str) -> str:
+    """Return a URL, which may be malformed, without what stands before the last @."""
+    return re.sub(r"^([a-zA-Z]*:?/*).*@", r"\1", url, flags=re.DOTALL)
+
+
+# --- what a server sends -------------------------------------------------------------------------
+
+
+def _check_encoding(response: requests.Response) -> None:
+    """Raise ValueError if a body is compressed: a small one could unpack to gigabytes."""
+    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ValueError("the body is compressed, which was not asked for")
+
+
+def _is_count(value: Any) -> bool:
+    """Return whether a value is an integer from 0 to LARGEST_SETTING."""
+    return type(value) is int and 0 <= value <= LARGEST_SETTING
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= LONGEST_NAME
+
+
+def _text_in(fields: Mapping[str, Any], name: str) -> str:
+    """Return a field's text, or "" if it is null or missing. Raises TypeError for other types."""
+    value = fields.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is not a text")
+    return value
+
+
+def _reason(value: Any) -> str:
+    """Return the beginning of the message in an error of OpenAI's format, or "" without one."""
+    error = value.get("error") if isinstance(value, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return message[:REASON_LETTERS] if isinstance(message, str) else ""
 
 
 def _defaults(model: dict[str, Any]) -> dict[str, Any]:
@@ -218,9 +340,17 @@ def _defaults(model: dict[str, Any]) -> dict[str, Any]:
     defaults = model.get("defaults")
     if not isinstance(defaults, dict):
         return {}
-    return {
-        name: defaults[name] for name in SETTINGS if isinstance(defaults.get(name), int | float)
-    }
+    published: dict[str, Any] = {}
+    for name in ("temperature", "min_p"):
+        value = defaults.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if 0 <= value <= LARGEST_SETTING:  # false for NaN
+            published[name] = value
+    for name in ("top_k", "max_tokens"):
+        if _is_count(defaults.get(name)):
+            published[name] = defaults[name]
+    return published
 
 
 def _text(message: Message) -> str:

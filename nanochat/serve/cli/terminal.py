@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nanochat import common
+from nanochat.data.locks import open_regular
 
 HISTORY_LINES = 1000
 UTF8_LOCALES = ("C.UTF-8", "en_US.UTF-8", "zh_CN.UTF-8")
@@ -22,7 +23,9 @@ LINE_EDITOR = (
     "set convert-meta off",
     "tab: self-insert",  # a chat has no file names to complete, and pasted text may have tabs
 )
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Control characters but tab and newline, characters that reverse the direction of what follows, and
+# halves of surrogate pairs.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def language(flag: str) -> str:
@@ -34,9 +37,9 @@ def language(flag: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """Return a model's text with U+FFFD for each control character except tab and newline.
+    """Return a model's text with U+FFFD for each character that matches CONTROL.
 
-    A reply must not be able to control the terminal.
+    A reply must not be able to control the terminal, or to look different from what it says.
     """
     return CONTROL.sub("\ufffd", text)
 
@@ -188,16 +191,21 @@ def history(path: Path) -> Iterator[str]:
         finally:
             # A folder that has become full or read-only must not end a chat with an error.
             with contextlib.suppress(OSError):
-                readline.write_history_file(path)
+                if not problem:
+                    with common.atomic_path(path) as temporary:
+                        temporary.chmod(0o600)
+                        readline.write_history_file(temporary)
 
 
 def _read_history(readline: Any, path: Path) -> str:
-    """Read the history file, creating it if needed, and return "" or why it cannot be written."""
-    problem = ""
+    """Read the history file if there is one, and return "" or why it cannot be written."""
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+        with open_regular(path, owned=True):
+            pass
+    except common.UserError:  # reading a pipe would block, and writing would follow a link
+        return "it must be an ordinary file of yours"
     except OSError as failure:
-        problem = failure.strerror or str(failure)
+        return failure.strerror or str(failure)
     with contextlib.suppress(OSError):  # the file may be in another line editor's format
         readline.read_history_file(path)
-    return problem
+    return ""

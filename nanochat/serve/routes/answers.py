@@ -6,6 +6,7 @@ answer ends.
 """
 
 import asyncio
+import codecs
 import json
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,8 +60,10 @@ class Choice:
         self._scored = scored
         # Tokens that scores() has not returned yet, each with its position in the text, in bytes.
         self._pending: list[tuple[int, TokenScore]] = []
-        self._written = 0  # bytes that the model wrote
-        self._shown = 0  # bytes that the client may see
+        # Lengths in bytes of UTF-8, in which invalid bytes are U+FFFD.
+        self._written = 0  # what the model wrote
+        self._shown = 0  # what the client may see
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.tokens = 0
         self.reused = 0  # tokens of the prompt that were not read again
         self.prompt_scores: tuple[Scored, ...] = ()
@@ -90,13 +93,16 @@ class Choice:
     def _score(self, event: Event) -> None:
         """Keep the log-probability of a token, if scores() must return it."""
         mark = self._stream.is_mark(event.token)
+        if mark:
+            self._written += len(self._decoder.decode(b"", final=True).encode())
         in_text = not mark and not event.forced and self._stream.kind == "text"
         if not in_text and self._scored != "all":
             return
         score = TokenScore(event.token, event.logprob, event.alternatives)
         self._pending.append((self._written, score))
         if not mark:
-            self._written += len(self._tokenizer.decode_bytes([event.token]))
+            raw = self._tokenizer.decode_bytes([event.token])
+            self._written += len(self._decoder.decode(raw).encode())
 
     def scores(self) -> list[TokenScore]:
         """Return the scores of the tokens whose text has been shown since the last call.
@@ -255,11 +261,16 @@ class Writer(Protocol):
 
 
 class Work(NamedTuple):
-    """The engine requests of one HTTP request, and how to answer it."""
+    """The engine requests of one HTTP request, and how to answer it.
+
+    `writer` returns the writer of an answer from the answer's ID. `scores` is the most
+    log-probabilities that the answer may list, and `headers` are those of the response.
+    """
 
     requests: list[tuple[list[int], Sampling]]
-    writer: Callable[[str], Writer]  # from the ID of the answer
-    headers: Mapping[str, str] = {}  # of the response
+    writer: Callable[[str], Writer]
+    scores: int = 0
+    headers: Mapping[str, str] = {}
 
 
 def error(refusal: ApiError) -> JSONResponse:

@@ -85,10 +85,17 @@ class ChatRequest:
         reply_start: list[int] = []
         if self.continued:
             chat, reply_start = without_beginning(chat, tokenizer)
-        room = limits.context - len(reply_start)
-        prompt, dropped = make_prompt(chat, settings.max_tokens, self.truncate, tokenizer, room)
+        prompt, dropped = make_prompt(
+            chat,
+            settings.max_tokens,
+            self.truncate,
+            tokenizer,
+            limits.context,
+            begun=len(reply_start),
+        )
         prompt = [*prompt, *reply_start]
         requests = settings.requests(prompt, limits.context)
+        scores = 0
         if self.logprobs:
             tokens = sum(sampling.max_tokens for _, sampling in requests)
             scores = tokens * (1 + settings.sampling.logprobs)
@@ -99,7 +106,7 @@ class ChatRequest:
             envelope = Envelope(f"chatcmpl-{number}", created, limits.model, dropped)
             return ChatWriter(envelope, self, len(prompt), tokenizer)
 
-        return Work(requests, writer, headers=self.tools.headers)
+        return Work(requests, writer, scores, self.tools.headers)
 
 
 def read_chat(
@@ -109,9 +116,9 @@ def read_chat(
 ) -> ChatRequest:
     """Check a decoded body, and return it as a ChatRequest.
 
-    Raises ApiError: 404 for an unknown model, and 400 for any other invalid body.
+    Raises ApiError (400) for an invalid body.
     """
-    fields = read_fields(value, limits, FIELDS, NEUTRAL)
+    fields = read_fields(value, FIELDS, NEUTRAL)
     logprobs = flag(fields, "logprobs")
     top_logprobs = alternatives(fields, "top_logprobs")
     if top_logprobs and not logprobs:

@@ -83,10 +83,8 @@ class CompletionRequest:
         requests = []
         for prompt in prompts:
             requests += self.settings.requests(prompt, limits.context)
-        check_scores(
-            sum(map(self._scores, requests)),
-            "n, max_tokens or logprobs, or send fewer or shorter prompts",
-        )
+        scores = sum(map(self._scores, requests))
+        check_scores(scores, "n, max_tokens or logprobs, or send fewer or shorter prompts")
         texts = []
         for item, prompt in zip(self.prompts, prompts, strict=True):
             as_sent = isinstance(item, str) and not has_marks(item, tokenizer)
@@ -95,7 +93,7 @@ class CompletionRequest:
         def writer(number: str) -> CompletionWriter:
             return CompletionWriter(f"cmpl-{number}", limits.model, self, prompts, texts, tokenizer)
 
-        return Work(requests, writer)
+        return Work(requests, writer, scores)
 
     def _prompt_ids(self, item: str | list[int], tokenizer: Tokenizer) -> list[int]:
         """Return the tokens of a prompt, given as a text or as tokens."""
@@ -142,9 +140,9 @@ def read_completion(
 ) -> CompletionRequest:
     """Check a decoded body, and return it as a CompletionRequest.
 
-    Raises ApiError: 404 for an unknown model, and 400 for any other invalid body.
+    Raises ApiError (400) for an invalid body.
     """
-    fields = read_fields(value, limits, FIELDS, NEUTRAL)
+    fields = read_fields(value, FIELDS, NEUTRAL)
     max_tokens = upper_bound(fields, "max_tokens", limits.context, low=0)
     if max_tokens is None:
         max_tokens = MAX_TOKENS

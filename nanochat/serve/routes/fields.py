@@ -168,15 +168,14 @@ class Defaults:
 
 def read_fields(
     value: Any,
-    limits: Limits,
     names: Collection[str],
     neutral: Mapping[str, tuple[Any, ...]],
 ) -> dict[str, Any]:
     """Check a decoded body, and return a dict of its fields, without ignored and null ones.
 
     `names` are the fields that the route reads. `neutral` maps each unsupported field to the values
-    that are accepted because they change nothing. Raises ApiError: 404 if the body names another
-    model, and 400 if it is not an object or has a field that is unknown or not supported.
+    that are accepted because they change nothing. The field `model` has been read already. Raises
+    ApiError (400) if the body is not an object or has a field that is unknown or not supported.
     """
     if not isinstance(value, dict):
         raise invalid("the body must be a JSON object, got " + kind(value))
@@ -192,9 +191,6 @@ def read_fields(
         elif name not in names and name != "model":
             text = f"there is no parameter {name[:80]!r}: check the spelling, or leave it out"
             raise ApiError(400, "unknown_parameter", text, name[:80])
-    if fields.get("model", limits.model) != limits.model:
-        text = f"this server has only the model {limits.model!r}: ask for that, or leave model out"
-        raise ApiError(404, "model_not_found", text, "model")
     return fields
 
 

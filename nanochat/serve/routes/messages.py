@@ -377,18 +377,19 @@ def make_prompt(
     tokenizer: Tokenizer,
     context: int,
     field: str = "messages",
+    begun: int = 0,
 ) -> tuple[list[int], int]:
     """Return the tokens of a prompt that fits, and how many of the oldest turns were dropped.
 
-    The prompt leaves room in the context for one token. Turns, as counted after answerable(), are
-    dropped only with `truncate`: as many as it takes to make room for `max_tokens` tokens or, if
-    these are a whole context, for half of one. Raises ApiError (400) about `field` if the prompt
-    does not fit or cannot be rendered.
+    The prompt leaves room in the context for one token, and for the `begun` tokens with which the
+    reply begins. Turns, as counted after answerable(), are dropped only with `truncate`: as many as
+    it takes to make room for `max_tokens` tokens or, if these are a whole context, for half of one.
+    Raises ApiError (400) about `field` if the prompt does not fit or cannot be rendered.
     """
     reply_length = 1
     if truncate and max_tokens:
         reply_length = max_tokens if max_tokens < context else max(1, context // 2)
-    room = context - reply_length
+    room = context - reply_length - begun
     messages = answerable(conversation).messages
     if messages != conversation.messages:
         prompt = render_chat(conversation, tokenizer, field)
@@ -409,11 +410,11 @@ def make_prompt(
     while truncate and len(prompt) > room and dropped < len(turns) - 1:
         dropped += 2
         prompt = render_without(dropped)
-    if len(prompt) < context:
+    if len(prompt) + begun < context:
         return prompt, dropped
     text = (
-        f"the model's context holds {context} tokens; the messages have {len(prompt)}, which "
-        'leaves no room for an answer: shorten the chat, or send "truncation": "auto"'
+        f"the model's context holds {context} tokens; the messages have {len(prompt) + begun}, "
+        'which leaves no room for an answer: shorten the chat, or send "truncation": "auto"'
     )
     raise ApiError(400, "context_length_exceeded", text, field)
 

@@ -43,7 +43,7 @@ def tokenize(
     A special token that is spelled out in the text becomes that token, as on /v1/completions. In
     the messages of a chat, it stays text.
     """
-    fields = read_fields(value, limits, FIELDS, {})
+    fields = read_fields(value, FIELDS, {})
     continued = continues(fields)
     if fields.get("messages") is not None:
         conversation = read_conversation(fields["messages"], continued=continued)
@@ -110,7 +110,7 @@ def detokenize(
     limits: Limits,
 ) -> dict[str, Any]:
     """Return the answer to /detokenize, a dict with the text of tokens, including special ones."""
-    fields = read_fields(value, limits, {"tokens"}, {})
+    fields = read_fields(value, {"tokens"}, {})
     if "tokens" not in fields:
         raise missing("tokens", "a list of token ids")
     tokens = token_ids(fields["tokens"], "tokens", limits)

@@ -10,8 +10,9 @@ from typing import Any
 from nanochat.checkpoint_manager.files import latest_step, read_meta
 from nanochat.checkpoint_manager.locate import STAGES
 from nanochat.common import UserError, check_regular, parse_json, visible
+from nanochat.runtime.samples import open_regular
 from nanochat.runtime.trackers.jsonl import being_written
-from nanochat.serve.runs.follow import MOST_STEPS, figures_of, open_regular
+from nanochat.serve.runs.follow import MOST_STEPS, figures_of
 
 MOST_RUNS = 200  # in the list; the oldest are left out
 TAIL_BYTES = 1 << 17  # how much of the end of a file is read for the list

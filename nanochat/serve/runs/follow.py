@@ -4,13 +4,13 @@ Lines that are invalid are skipped.
 """
 
 import os
-import stat
 from pathlib import Path
 
 from nanochat.common import parse_json
+from nanochat.runtime.samples import open_regular
 from nanochat.serve.runs.table import Table
 
-CHUNK_BYTES = 2 << 20  # most bytes read at a time, so that a long file does not delay other readers
+CHUNK_BYTES = 2 << 20  # most bytes that a request reads, so that long files delay no other request
 LONGEST_LINE = 1 << 16  # bytes; a longer line is left out
 LONGEST_NAME = 64  # characters of a figure's name
 MOST_STEPS = 2**53  # a browser cannot count beyond this
@@ -39,18 +39,6 @@ def figures_of(line: bytes) -> tuple[int, dict[str, float]] | None:
     return step, figures
 
 
-def open_regular(path: Path) -> int:
-    """Open a file for reading, and return its file descriptor.
-
-    Raises OSError if it cannot be opened or is not a regular file; reading a pipe could block.
-    """
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(f"{path} is not a regular file")
-    return file
-
-
 class Follower:
     """Reads a metrics.jsonl into a table, piece by piece.
 
@@ -69,8 +57,8 @@ class Follower:
         self._begun = b""  # a line whose end has not been read yet
         self._skipping = False  # true until the end of a line that is too long
 
-    def read(self) -> None:
-        """Read the next piece of the file.
+    def read(self, readers: int = 1) -> None:
+        """Read the next piece of the file, or a part of it if several `readers` share a request.
 
         If the file was replaced, or is shorter than what was read, as when a run resumes, reading
         starts again from the beginning. Raises OSError if the file cannot be opened or is not a
@@ -84,7 +72,7 @@ class Follower:
                 self._restart()
                 self._file = identity
             self.size = file_stat.st_size
-            data = os.pread(file, CHUNK_BYTES, self.done)
+            data = os.pread(file, CHUNK_BYTES // readers, self.done)
         finally:
             os.close(file)
         self.done += len(data)

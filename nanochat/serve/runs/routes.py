@@ -12,15 +12,20 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 
-from nanochat.runtime.samples import read_samples
-from nanochat.serve.routes.answers import while_connected
+from nanochat.runtime.samples import newest_samples
+from nanochat.serve.connections import neighbour
+from nanochat.serve.routes.answers import QUEUE_FULL, while_connected
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.runs.describe import Describer, Run, find_runs
 from nanochat.serve.runs.follow import Follower
+from nanochat.serve.waiting import Turns
 
 T = TypeVar("T")
 MOST_SHOWN = 8  # runs whose figures one request may ask for; the page has as many colours
-MOST_FOLLOWED = 32  # runs whose figures are kept in memory
+# Cells of all tables that are kept in memory, some 260 bytes each; the tables of MOST_SHOWN runs have
+# fewer.
+MOST_CELLS = 160_000
+MOST_WAITING = 64  # requests that may wait for the thread
 MOST_SAMPLES = 200  # samples of a run that are sent, the newest ones
 FRESH_SECONDS = 0.5  # how long the list of runs is used before it is made again
 
@@ -28,12 +33,13 @@ FRESH_SECONDS = 0.5  # how long the list of runs is used before it is made again
 class Runs:
     """Answers requests about the runs under a base folder.
 
-    Its own thread reads the files, for one request at a time.
+    Its own thread reads the files, for one request at a time, and addresses take turns.
     """
 
     def __init__(self, base: Path, chat: bool):
         """Serve the runs under `base`; the page links to the chat if `chat` is true."""
         self.base, self.chat = base, chat
+        self._turns = Turns(MOST_WAITING)
         self._thread = ThreadPoolExecutor(1, "runs")
         self._describer = Describer()
         self._followed: dict[str, Follower] = {}  # by key; the one requested last comes last
@@ -58,7 +64,7 @@ class Runs:
         status is 304, and there is no body.
         """
         shown = _shown_runs(request.query_params.get("shown", ""))
-        body = await while_connected(request.receive, self._run(lambda: self._data(shown)))
+        body = await while_connected(request.receive, self._run(request, lambda: self._data(shown)))
         if body is None:
             return Response()  # the client has left
         tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
@@ -68,14 +74,24 @@ class Runs:
 
     async def samples(self, request: Request, key: str) -> Response:
         """Answer GET /runs/samples/KEY with the newest samples of a run, latest first."""
-        body = await while_connected(request.receive, self._run(lambda: self._samples(key)))
+        body = await while_connected(
+            request.receive, self._run(request, lambda: self._samples(key))
+        )
         if body is None:
             return Response()  # the client has left
         return Response(body, media_type="application/json")
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        """Run `work` in the thread, and return the result."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _run(self, request: Request, work: Callable[[], T]) -> T:
+        """Run `work` for a request in the thread, and return the result.
+
+        Raises ApiError (429) if too many requests are waiting.
+        """
+        owner = neighbour(request.client.host if request.client else "")
+        try:
+            async with self._turns.turn(owner):
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except asyncio.QueueFull:
+            raise ApiError(429, "queue_full", QUEUE_FULL, retry_after=2) from None
 
     # --- in the thread ---------------------------------------------------------------------------
 
@@ -97,7 +113,7 @@ class Runs:
         self._refresh()
         news: dict[str, Any] = {}
         for key, (edition, row_count) in shown.items():
-            follower = self._follow(key)
+            follower = self._follow(key, len(shown))
             if follower is None:
                 continue
             news[key] = {
@@ -109,8 +125,8 @@ class Runs:
             }
         return _json({**self._list, "shown": news})
 
-    def _follow(self, key: str) -> Follower | None:
-        """Return the Follower of a run, after it has read the next piece of the run's file.
+    def _follow(self, key: str, shown: int) -> Follower | None:
+        """Return the Follower of a run, one of `shown`, after it has read the next piece.
 
         Returns None if there is no such run, or if the file cannot be read.
         """
@@ -120,11 +136,11 @@ class Runs:
             return None
         follower = self._followed.pop(key, None) or Follower(run.metrics)
         try:
-            follower.read()
+            follower.read(shown)
         except OSError:
             return None
         self._followed[key] = follower
-        if len(self._followed) > MOST_FOLLOWED:
+        while sum(other.table.cells for other in self._followed.values()) > MOST_CELLS:
             del self._followed[next(iter(self._followed))]
         return follower
 
@@ -138,7 +154,10 @@ class Runs:
         if run is None:
             text = "there is no such run: /runs/data lists those that are there"
             raise ApiError(404, "not_found", text)
-        newest = read_samples(run.folder)[::-1][:MOST_SAMPLES]
+        try:
+            newest = newest_samples(run.folder, MOST_SAMPLES)
+        except OSError:  # there is none, or it cannot be read
+            newest = []
         return _json({"samples": [asdict(sample) for sample in newest]})
 
 

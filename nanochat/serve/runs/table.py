@@ -63,6 +63,11 @@ class Table:
     # The names of the figures, in the order of their first values.
     names: dict[str, None] = field(default_factory=dict)
 
+    @property
+    def cells(self) -> int:
+        """The number of cells in all rows, which is a measure of the table's memory."""
+        return len(self.rows) * len(self.names)
+
     def add(self, step: int, figures: Mapping[str, float]) -> None:
         """Add the figures of a line, unless its step is earlier than the last one."""
         if self.rows and step < self.rows[-1].step:

@@ -9,7 +9,6 @@ import pytest
 from nanochat.checkpoint_manager.huggingface.generation import sampling_defaults
 from nanochat.checkpoint_manager.load import load_model, load_published
 from nanochat.common import UserError
-from nanochat.generate.sampling import Sampling
 from tests.support.qwens import write_folder
 from tests.support.tiny_model import on_cpu, tiny_checkpoint
 
@@ -20,9 +19,9 @@ QWEN3 = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos
     ("content", "defaults"),
     [
         (QWEN3, {"temperature": 0.6, "top_p": 0.95, "top_k": 20}),
-        ({"repetition_penalty": 1.05, "max_new_tokens": 2048}, {"repetition_penalty": 1.05, "max_tokens": 2048}),
+        ({"repetition_penalty": 1.05, "max_new_tokens": 2048}, {"repetition_penalty": 1.05}),
         ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
-        ({"top_k": 0, "min_p": None}, {"top_k": None}),
+        ({"top_k": 0, "min_p": None}, {"top_k": 0}),
         ({"temperature": 1}, {"temperature": 1.0}),
         ({"eos_token_id": 300}, {}),
         (None, {}),
@@ -32,7 +31,6 @@ def test_what_the_publisher_states_is_returned(content: Any, defaults: dict[str,
     if content is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(content))
     assert sampling_defaults(tmp_path) == defaults
-    Sampling(**defaults)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +42,6 @@ def test_what_the_publisher_states_is_returned(content: Any, defaults: dict[str,
         ("top_p", 1.5),
         ("top_k", 2.5),
         ("top_k", True),
-        ("max_new_tokens", 0),
         ("repetition_penalty", 1e9),
     ],
 )
@@ -57,6 +54,6 @@ def test_a_default_out_of_range_is_refused_by_name(name: str, value: Any, tmp_pa
 def test_only_published_models_have_them(tmp_path: Path) -> None:
     write_folder(tmp_path, "qwen3")
     (tmp_path / "generation_config.json").write_text(json.dumps(QWEN3))
-    assert load_published(tmp_path, None, on_cpu()).sampling_defaults["top_k"] == 20
+    assert load_published(tmp_path, None, on_cpu()).tokenizer.sampling["top_k"] == 20
     tiny_checkpoint()
-    assert load_model(None, None, None, on_cpu()).sampling_defaults == {}
+    assert load_model(None, None, None, on_cpu()).tokenizer.sampling == {}

@@ -288,3 +288,26 @@ def test_a_token_that_is_not_special_has_no_role(folder: Path) -> None:
     content["added_tokens"].append({**content["added_tokens"][-1], "id": 304, "content": "<|output_start|>"})
     write(folder, "tokenizer.json", content)
     assert FolderTokenizer(folder, 305).special("output_start") == -1
+
+
+DOUBLED = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+NORMALIZERS = {
+    "doubles forty times": {"type": "Sequence", "normalizers": [DOUBLED] * 40},
+    "fills gaps": {"type": "Replace", "pattern": {"Regex": ""}, "content": "x" * 1000},
+    "in sequences": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [DOUBLED] * 6}] * 2},
+    "prepends": {"type": "Prepend", "prepend": "x" * 10_000},
+}
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS.values(), ids=NORMALIZERS)
+def test_a_normalizer_that_multiplies_texts_is_refused(folder: Path, source: str, normalizer: Any) -> None:
+    write(folder, "tokenizer.json", {**json.loads(source), "normalizer": normalizer})
+    with pytest.raises(UserError, match="times as long"):
+        FolderTokenizer(folder, ROWS)
+
+
+def test_usual_normalizers_are_accepted(folder: Path, source: str) -> None:
+    usual = [{"type": "NFC"}, {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]
+    for normalizer in (None, usual[0], {"type": "Sequence", "normalizers": usual}):
+        write(folder, "tokenizer.json", {**json.loads(source), "normalizer": normalizer})
+        assert FolderTokenizer(folder, ROWS).encode("the cat")

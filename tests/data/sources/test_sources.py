@@ -15,7 +15,7 @@ from nanochat.data.corpora import Corpus, resolve, shards
 from nanochat.data.shards import read_about, texts
 from nanochat.data.sources.download import Patience
 from nanochat.data.sources.fetch import download
-from nanochat.data.sources.folder import quiet
+from nanochat.data.sources.folder import check_name, quiet
 from nanochat.data.sources.hub import Host
 from nanochat.data.sources.published import SOURCES, Source
 from nanochat.dataset import Config, main
@@ -173,3 +173,12 @@ def test_the_disk_is_checked_for_all_files_at_once(server: Server, monkeypatch: 
     with pytest.raises(UserError, match="the download needs about"):
         fetch(source, 3)
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../x", "/x", "a,b", "a:b", ".a", "a\nb", "a\tb", "a\u202eb", "a\u2028b", "x" * 300]
+)
+def test_a_name_that_no_corpus_can_have_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="name of a corpus") as refused:
+        check_name(name)
+    assert refused.value.exit_code == 2

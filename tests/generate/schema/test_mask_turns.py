@@ -1,6 +1,8 @@
 """A step computes masks for a limited time, and the rows that wait for theirs say the same as alone."""
 
+import gc
 import json
+import weakref
 from typing import Any
 
 import pytest
@@ -86,3 +88,13 @@ def test_rows_that_wait_for_their_masks_say_the_same_as_alone(family: str, monke
     monkeypatch.setattr(MaskTurns, "take", counted)
     assert [(reply.tokens, reply.finish) for reply in replies(4)] == [(reply.tokens, reply.finish) for reply in alone]
     assert sum(waited) > 10
+
+
+def test_a_finished_reply_keeps_no_automaton_alive():
+    """Its slot keeps the request, whose tokens a later prompt may share."""
+    engine = Engine(tiny_gpt(VOCABULARY, 160), tiny_tokenizer(VOCABULARY), 4, 160)
+    automaton = weakref.ref(engine.schemas.prepare(SCHEMA))
+    engine.generate([words(30, 1)], Sampling(0.0, max_tokens=9, schema=SCHEMA))
+    engine.schemas.give_up(SCHEMA)
+    gc.collect()
+    assert automaton() is None

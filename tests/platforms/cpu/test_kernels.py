@@ -230,6 +230,18 @@ def test_a_library_that_another_user_compiled_is_compiled_again(
     assert module.compiled(tmp_path, compiler() or "", source) == library and library.read_bytes() != b"planted"
 
 
+def test_a_library_that_others_may_write_is_compiled_again(tmp_path: Path, source: Path) -> None:
+    before = os.umask(0)
+    try:
+        library = module.compiled(tmp_path, compiler() or "", source)
+        assert library.stat().st_mode & 0o022 == 0
+        library.write_bytes(b"planted")
+        library.chmod(0o666)
+        assert module.compiled(tmp_path, compiler() or "", source).read_bytes() != b"planted"
+    finally:
+        os.umask(before)
+
+
 def test_the_library_is_compiled_once_and_named_after_what_it_is_made_from(tmp_path: Path, source: Path) -> None:
     command, cache = compiler() or "", tmp_path / "cache"
     library = module.compiled(cache, command, source)

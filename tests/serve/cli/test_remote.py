@@ -1,16 +1,23 @@
 """The terminal chat with a server: replies in pieces, a stop in the middle, history, and what goes wrong."""
 
+import base64
+import contextlib
+import gzip
 import io
+import json
 import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Part, system, user
+from nanochat.serve.cli import remote as remote_module
+from nanochat.serve.cli import terminal
 from nanochat.serve.cli.remote import Remote
 from scripts import chat_cli
 from scripts.chat_cli import Chat, Config
@@ -146,3 +153,131 @@ def test_what_goes_wrong_is_one_message_with_the_next_step(url):
     remote = Remote(url, KEY)
     with pytest.raises(UserError, match="status 400"):
         [*remote.reply([user("")], {}, lambda: False)]
+
+
+# --- servers that are not trusted ----------------------------------------------------------------
+
+LISTING = {"data": [{"id": "gpt", "owned_by": "nanochat"}]}
+
+
+@contextlib.contextmanager
+def scripted(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
+    """The address of a server that gives these answers, one a connection, and the heads of the requests to it."""
+    requests: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                for answer in answers:
+                    with listener.accept()[0] as client:
+                        requests.append(client.recv(65536))
+                        client.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}", requests
+
+
+def answer(content: bytes, *headers: str) -> bytes:
+    return "\r\n".join(["HTTP/1.1 200 OK", "Connection: close", *headers, "\r\n"]).encode() + content
+
+
+def listing(**fields: Any) -> bytes:
+    return answer(json.dumps({"data": [{**LISTING["data"][0], **fields}]}).encode())
+
+
+def said_by(*answers: bytes) -> tuple[Remote, list[Part]]:
+    with scripted(*answers) as (host, _):
+        remote = Remote(f"http://{host}", "")
+        return remote, said(remote, "hello")
+
+
+ODD_EVENTS = [
+    "5", "[]", "[" * 100_000, '{"choices": 5}', '{"choices": {"a": 1}}', '{"choices": [5]}', '{"error": 5, "choices": 1}',
+    '{"choices": [{"delta": 5}]}', '{"choices": [{"delta": {"content": 5}}]}', '{"choices": [{"finish_reason": ["x"]}]}',
+    '{"choices": [{"delta": {"tool": "x"}}]}', '{"choices": [{"delta": {"tool": {"expression": 5}}}]}',
+    '{"choices": [{"delta": {"content": ["x"]}}]}', "1" * 5000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("event", ODD_EVENTS)
+def test_an_event_of_an_odd_type_is_refused_in_one_message(event):
+    with pytest.raises(UserError, match=r"no chat completion|failed: "):
+        said_by(listing(), answer(f"data: {event}\n\n".encode()))
+
+
+@pytest.mark.parametrize("tokens", [-45, "x", 1e999, [1], 10**12, True])
+def test_an_odd_length_of_the_reply_is_not_shown(tokens):
+    event = json.dumps({"usage": {"completion_tokens": tokens}, "choices": [{"delta": {"content": "hi"}}]})
+    remote, parts = said_by(listing(), answer(f"data: {event}\n\n".encode()))
+    assert (remote.tokens, parts) == (0, [Part("text", "hi")])
+
+
+@pytest.mark.parametrize("name", [5, None, "", "x" * 10_000, {"a": 1}])
+def test_a_model_without_a_name_is_refused(name):
+    with pytest.raises(UserError, match="names no model"):
+        said_by(listing(id=name))
+
+
+@pytest.mark.parametrize("value", [-5, True, "x", 1e999, 10**400, None, 0.5])
+def test_odd_settings_and_contexts_count_as_unknown(value):
+    odd = {"defaults": {"max_tokens": value, "top_k": value}, "context_length": value}
+    with scripted(listing(**odd)) as (host, _):
+        remote = Remote(f"http://{host}", "")
+    assert remote.context is None and remote.settings({})["max_tokens"] is None
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["listing", "reply"])
+def test_compressed_bodies_are_not_unpacked(first):
+    bomb = answer(gzip.compress(b" " * (64 << 20)), "Content-Encoding: gzip")
+    with pytest.raises(UserError, match=r"no JSON|compressed"):
+        said_by(*([bomb] if first else [listing(), bomb]))
+
+
+def test_lines_and_bodies_without_an_end_are_refused(monkeypatch):
+    monkeypatch.setattr(remote_module, "LINE_BYTES", 1000)
+    monkeypatch.setattr(remote_module, "JSON_BYTES", 1000)
+    with pytest.raises(UserError, match="bytes a line"):
+        said_by(listing(), answer(b"data: " + b"x" * 2000))
+    with pytest.raises(UserError, match="no JSON"):
+        said_by(answer(b" " * 10_000))
+    monkeypatch.setattr(remote_module, "REPLY_BYTES", 5000)
+    with pytest.raises(UserError, match="in all"):
+        said_by(listing(), answer(b": comment\n" * 1000))
+
+
+def test_a_password_in_the_url_is_sent_and_never_repeated():
+    refused = b"HTTP/1.1 418 I'm a teapot\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
+    for kept in (listing(), refused):
+        with scripted(kept, refused) as (host, heads), pytest.raises(UserError) as caught:
+            said(Remote(f"http://user:s3cret%21@{host}", ""), "hello")
+        assert "s3cret" not in str(caught.value) and host in str(caught.value)
+        assert base64.b64encode(b"user:s3cret!") in heads[0]
+    for url in (
+        "http://user:s3cret@127.0.0.1:1",
+        "http://user:s3cret@[::1",
+        "http://u:s3cret@h:x/",
+        "ftp://u:s3cret@h",
+    ):
+        with pytest.raises(UserError) as caught:
+            Remote(url, "")
+        assert "s3cret" not in str(caught.value)
+
+
+def test_neither_netrc_nor_a_proxy_changes_what_a_server_on_this_machine_gets(tmp_path, monkeypatch):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password s3cret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    for key in (KEY, ""):
+        with scripted(listing()) as (host, heads):
+            Remote(f"http://{host}", key)
+        assert b"Basic" not in heads[0] and (KEY.encode() in heads[0]) is bool(key)
+
+
+def test_a_redirect_is_not_followed():
+    moved = b"HTTP/1.1 307 Moved\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    with pytest.raises(UserError, match="another address"):
+        said_by(moved)
+
+
+def test_a_reply_cannot_change_the_direction_of_text_or_control_the_terminal():
+    assert terminal.harmless("a\u202eb\u2066\x1b[31m\ud800") == "a\ufffdb\ufffd\ufffd[31m\ufffd"

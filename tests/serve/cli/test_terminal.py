@@ -145,8 +145,14 @@ def test_chinese_arrives_as_it_was_typed_whatever_the_locale(environment, tmp_pa
     assert (tmp_path / "history").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("place", ["/proc/no-such-folder/history", "folder"])
+@pytest.mark.parametrize("place", ["/proc/no-such-folder/history", "folder", "pipe", "link", "loose"])
 def test_a_history_that_cannot_be_written_does_not_end_the_chat(place, tmp_path):
+    """Nor is anything written through a link, and a pipe is not waited for."""
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "victim")
+    (tmp_path / "loose").symlink_to(tmp_path / "missing")
     shown = typed(tmp_path, [b"hello"], {"LC_ALL": "C.UTF-8"}, kept=tmp_path / place)
     assert "got 'hello'" in shown and "ready ''" not in shown and "Traceback" not in shown
+    assert (tmp_path / "victim").read_text() == "mine" and not (tmp_path / "missing").exists()

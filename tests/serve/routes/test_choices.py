@@ -5,8 +5,10 @@ import json
 import pytest
 
 from nanochat.data.conversation import Part, assistant
-from nanochat.serve.routes.answers import Reply
+from nanochat.generate.reply import Event, StoppedReply
+from nanochat.serve.routes.answers import Choice, Reply
 from nanochat.serve.routes.messages import as_request, read_conversation
+from tests.support.fake_engine import ByteTokenizer
 
 HELLO = {"role": "user", "content": "hello"}
 CALL, RESULT = Part("python", "37*48"), Part("python_output", "1776")
@@ -47,3 +49,16 @@ def test_calculator_calls_can_be_sent_back_as_they_came():
     conversation = read_conversation([HELLO, message, HELLO])
     assert conversation.messages[1] == assistant("It is ", CALL, RESULT, "1776.")
     assert as_request(conversation.messages[1]) == {"role": "assistant", "parts": message["parts"]}
+
+
+def test_scores_end_where_a_stop_string_does_also_after_invalid_bytes():
+    """An invalid byte is shown as U+FFFD, which has three bytes."""
+    choice = Choice(ByteTokenizer(), "text")  # type: ignore[arg-type]
+    stops = StoppedReply(ByteTokenizer(), ("STOP",))  # type: ignore[arg-type]
+    scores = []
+    for token in (*b"a\xff\xff", *b"STOP"):
+        parts, stop = stops.push(token, last=False)
+        event = Event(0, token, -1.0, False, "stop" if stop else None, parts=parts, matched=stop)
+        choice.add(event)
+        scores += choice.scores()
+    assert bytes(score.token for score in scores) == b"a\xff\xff"

@@ -11,7 +11,7 @@ from nanochat.data.conversation import Conversation, Message, assistant, system,
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.routes.messages import make_prompt
 from nanochat.serve.server import BODY_BYTES, decode_json, read_body
-from nanochat.serve.waiting import ByAddress, SmallestFirst, Turns
+from nanochat.serve.waiting import MOST_ADDRESSES, FairQueue, Turn, Turns
 from tests.support.fake_engine import ByteTokenizer
 from tests.support.tiny_model import tiny_tokenizer
 
@@ -71,11 +71,11 @@ def test_half_a_surrogate_pair_becomes_the_mark_of_a_missing_character() -> None
 # --- turns ---------------------------------------------------------------------------------------
 
 
-def served(line: Any, arrivals: list[dict[str, Any]], leaving: tuple[int, ...]) -> tuple[list[int], list[int]]:
+def served(waiting: int, arrivals: list[dict[str, Any]], leaving: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """The arrivals that get their turn, in order, and those that are refused; the ones at `leaving` leave the queue."""
 
     async def main() -> tuple[list[int], list[int]]:
-        turns, done, refused = Turns(line), [], []
+        turns, done, refused = Turns(waiting), [], []
 
         async def one(number: int) -> None:
             try:
@@ -97,7 +97,7 @@ def served(line: Any, arrivals: list[dict[str, Any]], leaving: tuple[int, ...]) 
 
 def order(sizes: list[int], waiting: int, leaving: tuple[int, ...] = ()) -> tuple[list[int], list[int]]:
     """The sizes that get their turn, in order, and those that are refused."""
-    done, refused = served(SmallestFirst(waiting), [{"size": size} for size in sizes], leaving)
+    done, refused = served(waiting, [{"size": size} for size in sizes], leaving)
     return [sizes[number] for number in done], [sizes[number] for number in refused]
 
 
@@ -112,7 +112,7 @@ def test_the_largest_is_refused_when_too_many_wait() -> None:
 
 def test_a_request_that_has_left_the_queue_takes_no_place_in_it() -> None:
     async def main() -> str:
-        turns = Turns(SmallestFirst(1))
+        turns = Turns(1)
 
         async def wait() -> None:
             async with turns.turn(size=1):
@@ -187,9 +187,15 @@ def test_prompt_that_cannot_fit_is_refused_with_its_length() -> None:
             make_prompt(Conversation((user("x" * 100),)), None, truncate, ByteTokenizer(), 50)  # type: ignore[arg-type]
 
 
+def test_a_begun_reply_that_is_longer_than_the_context_is_refused_with_the_lengths_of_both() -> None:
+    """It was told that the context holds -45 tokens."""
+    with pytest.raises(ApiError, match="holds 50 tokens; the messages have 100"):
+        make_prompt(Conversation((user("x"),)), None, False, ByteTokenizer(), 50, begun=95)  # type: ignore[arg-type]
+
+
 def by_address(owners: str, waiting: int, leaving: tuple[int, ...] = ()) -> tuple[str, str]:
     """The arrivals that get their turn, in order, and those that are refused; each letter is an address."""
-    done, refused = served(ByAddress(waiting), [{"owner": owner} for owner in owners], leaving)
+    done, refused = served(waiting, [{"owner": owner} for owner in owners], leaving)
     return " ".join(f"{owners[n]}{n}" for n in done), " ".join(f"{owners[n]}{n}" for n in sorted(refused))
 
 
@@ -202,3 +208,49 @@ def test_addresses_take_turns_and_the_one_with_most_requests_gives_way() -> None
 def test_a_turn_passes_on_when_one_leaves() -> None:
     assert by_address("aaab", waiting=9, leaving=(0,)) == ("b3 a1 a2", "")
     assert by_address("aaab", waiting=9, leaving=(1, 3)) == ("a0 a2", "")
+
+
+def turn_of(owner: str, size: int = 0) -> Turn:
+    return Turn(owner, size, comes=None)  # type: ignore[arg-type]
+
+
+def test_an_address_that_uses_much_time_gives_way_to_one_that_uses_little() -> None:
+    queue, order = FairQueue(100), ""
+    for owner in "aaaabbbb":
+        queue.add(turn_of(owner))
+    while turn := queue.next():
+        order += turn.owner
+        queue.count(turn.owner, 2.0 if turn.owner == "a" else 0.5)
+    assert order == "abbbbaaa"
+
+
+def test_a_newcomer_is_next_however_long_the_others_have_been_served() -> None:
+    queue = FairQueue(100)
+    for _ in range(9):
+        queue.add(turn_of("old"))
+    for _ in range(3):
+        queue.next()
+        queue.count("old", 5.0)
+    queue.next()
+    queue.add(turn_of("new"))
+    queue.add(turn_of("new"))
+    queue.count("old", 5.0)
+    assert queue.next() is not None
+    queue.count("new", 6.0)  # and it does not make up for the time before it came
+    following = queue.next()
+    assert following is not None and following.owner == "old"
+
+
+def test_each_address_sends_its_smallest_body_first() -> None:
+    arrivals = [("a", 1), ("a", 9), ("b", 8), ("a", 2), ("b", 3)]
+    done, _ = served(9, [{"owner": owner, "size": size} for owner, size in arrivals], ())
+    assert [arrivals[number] for number in done] == [("a", 1), ("b", 3), ("a", 2), ("b", 8), ("a", 9)]
+
+
+def test_the_times_of_addresses_that_have_left_are_forgotten() -> None:
+    queue = FairQueue(10)
+    for number in range(3 * MOST_ADDRESSES):
+        queue.add(turn_of(str(number)))
+        queue.next()
+        queue.count(str(number), 1.0)
+    assert len(queue._used) <= MOST_ADDRESSES + 1

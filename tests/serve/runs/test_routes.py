@@ -166,3 +166,26 @@ def test_files_that_vanish_while_they_are_shown_are_left_out(client, base_folder
     with contextlib.suppress(FileNotFoundError):
         (base_folder / "base_checkpoints" / "d4" / "metrics.jsonl").unlink()
     assert get(client, key) == {"runs": [], "older": 0, "chat": False, "shown": {}}
+
+
+def test_a_request_for_many_runs_reads_no_more_than_one_for_a_single_run(client, base_folder, monkeypatch):
+    monkeypatch.setattr(follow, "CHUNK_BYTES", 1000)
+    for tag in ("d4", "d5"):
+        run = begin(base_folder, tag)
+        for step in range(1, 101):
+            run.log({"step": step, "loss": 1.0})
+        run.close()
+    keys = [run["id"] for run in get(client)["runs"]]
+    assert [told["done"] for told in get(client, ",".join(keys))["shown"].values()] == [500, 500]
+
+
+def test_tables_are_dropped_by_their_cells_and_not_by_their_number(client, base_folder, monkeypatch):
+    monkeypatch.setattr(routes, "MOST_CELLS", 25)
+    for tag in ("a", "b", "c", "d"):
+        run = begin(base_folder, tag)
+        for step in range(1, 11):
+            run.log({"step": step, "loss": 1.0})
+        run.close()
+    editions = {run["id"]: get(client, run["id"])["shown"][run["id"]]["edition"] for run in get(client)["runs"]}
+    kept = [get(client, key)["shown"][key]["edition"] == edition for key, edition in reversed(editions.items())]
+    assert kept[0] and not kept[-1]

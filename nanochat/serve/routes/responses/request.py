@@ -122,10 +122,9 @@ def read_response(
 ) -> ResponseRequest:
     """Check a decoded body, and return it as a ResponseRequest.
 
-    `shelf` holds the client's stored responses. Raises ApiError: 404 for an unknown model, and 400
-    for any other invalid body.
+    `shelf` holds the client's stored responses. Raises ApiError (400) for an invalid body.
     """
-    fields = read_fields(value, limits, FIELDS, NEUTRAL)
+    fields = read_fields(value, FIELDS, NEUTRAL)
     store = flag(value, "store", True)
     instructions = _text(fields, "instructions")
     previous = _text(fields, "previous_response_id")

@@ -7,7 +7,7 @@ import hashlib
 import json
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ GONE = "there is no response {number!r}: it was not stored, is too old, or gave 
 
 
 class _Entry(NamedTuple):
+    address: str  # of the client that made the response
     used: float
     messages: bytes
     body: bytes
@@ -32,8 +33,8 @@ class _Entry(NamedTuple):
 class ResponseStore:
     """The stored responses of all clients.
 
-    If there are too many, or they are too large together, the least recently used ones are dropped.
-    Threads may share a store.
+    If there are too many, or they are too large together, the address whose responses are the
+    largest together loses the least recently used ones of these. Threads may share a store.
     """
 
     def __init__(
@@ -51,33 +52,47 @@ class ResponseStore:
         self._lock = threading.Lock()
         # By owner and ID; the one that was used last comes last.
         self._entries: OrderedDict[tuple[bytes, str], _Entry] = OrderedDict()
-        self._bytes = 0
+        self._bytes: Counter[str] = Counter()  # by address
 
-    def of(self, api_key: str) -> "Shelf":
+    def of(self, authorization: str, address: str) -> "Shelf":
         """Return the Shelf of the clients that send the same key.
 
-        `api_key` is their Authorization header, or "" if they send none.
+        `authorization` is the header that holds the key, or "" if there is none; the scheme may be
+        in any case and followed by any spaces. `address` is the one that the client counts for.
         """
-        return Shelf(self, hashlib.sha256(api_key.encode(errors="replace")).digest())
+        scheme, _, api_key = authorization.strip().partition(" ")
+        key = f"{scheme.lower()} {api_key.strip()}"
+        return Shelf(self, hashlib.sha256(key.encode(errors="replace")).digest(), address)
 
     def put(
         self,
         key: tuple[bytes, str],
+        address: str,
         messages: bytes,
         body: bytes,
     ) -> None:
-        """Store a response, and drop the least recently used ones until no limit is exceeded."""
+        """Store a response from an address, and drop others until no limit is exceeded."""
         with self._lock:
-            self._add(key, _Entry(self._now(), messages, body))
-            while self._entries and self._too_full():
-                self._bytes -= self._entries.popitem(last=False)[1].size
+            self._add(key, _Entry(address, self._now(), messages, body))
+            self._drop_expired()
+            while len(self._entries) > self._max_count or self._bytes.total() > self._max_bytes:
+                self._drop_of_largest()
 
-    def _too_full(self) -> bool:
-        """Return whether the least recently used response has expired, or the store is too full."""
-        oldest = next(iter(self._entries.values()))
-        if self._now() - oldest.used > self._seconds:
-            return True
-        return len(self._entries) > self._max_count or self._bytes > self._max_bytes
+    def _drop_expired(self) -> None:
+        """Drop the responses that nobody has used for too long."""
+        now = self._now()
+        for key, entry in [*self._entries.items()]:
+            if now - entry.used <= self._seconds:
+                return
+            self._remove(key)
+
+    def _drop_of_largest(self) -> None:
+        """Drop the least recently used response of the address with the most bytes."""
+        ((largest, _),) = self._bytes.most_common(1)
+        for key, entry in self._entries.items():
+            if entry.address == largest:
+                self._remove(key)
+                return
 
     def take(self, key: tuple[bytes, str], again: bool) -> _Entry | None:
         """Return a response's entry, or None if it is not stored or has expired.
@@ -85,10 +100,9 @@ class ResponseStore:
         With `again`, the response stays and counts as used now. Otherwise it is removed.
         """
         with self._lock:
-            entry = self._entries.pop(key, None)
+            entry = self._remove(key)
             if entry is None:
                 return None
-            self._bytes -= entry.size
             if self._now() - entry.used > self._seconds:
                 return None
             if again:
@@ -97,15 +111,30 @@ class ResponseStore:
 
     def _add(self, key: tuple[bytes, str], entry: _Entry) -> None:
         self._entries[key] = entry
-        self._bytes += entry.size
+        self._bytes[entry.address] += entry.size
+
+    def _remove(self, key: tuple[bytes, str]) -> _Entry | None:
+        """Remove an entry and return it, or None if it is not stored."""
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._bytes[entry.address] -= entry.size
+            if not self._bytes[entry.address]:
+                del self._bytes[entry.address]
+        return entry
 
 
 class Shelf:
     """The stored responses of one key, which other keys cannot find even by their IDs."""
 
-    def __init__(self, store: ResponseStore, owner: bytes):
+    def __init__(
+        self,
+        store: ResponseStore,
+        owner: bytes,
+        address: str,
+    ):
         self._store = store
         self._owner = owner
+        self._address = address
 
     def keep(
         self,
@@ -117,7 +146,7 @@ class Shelf:
         key = (self._owner, response_id)
         chat = json.dumps(messages)
         response = json.dumps(body)
-        self._store.put(key, chat.encode(), response.encode())
+        self._store.put(key, self._address, chat.encode(), response.encode())
 
     def messages(self, response_id: str) -> list[dict[str, Any]]:
         """Return the messages of the chat that ends with a stored response.
