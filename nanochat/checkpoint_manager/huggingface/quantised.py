@@ -7,7 +7,6 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nanochat.common import UserError, read_json, write_json
@@ -94,6 +93,9 @@ def dequantised_rows(weight: Any, scale: Any, first: int, count: int) -> Tensor:
     first_block = first // BLOCK
     last_block = (first + count - 1) // BLOCK
     factors = scale[first_block : last_block + 1].float()
-    blocks = torch.arange(first, first + count) // BLOCK - first_block
     columns = factors.repeat_interleave(BLOCK, dim=1)[:, : values.size(1)]
-    return values * columns[blocks]
+    for number, block_factors in enumerate(columns):
+        begin = max((first_block + number) * BLOCK - first, 0)
+        end = (first_block + number + 1) * BLOCK - first
+        values[begin:end] *= block_factors
+    return values
