@@ -47,6 +47,17 @@ def test_the_requested_pair_is_installed_and_kept(machine: Machine) -> None:
     assert versions(machine)[6:] == ["torch==2.12.0+cpu", "torch-npu==2.12.0"]
 
 
+def test_set_up_and_speedrun_agree_where_torch_npu_was_there_before(machine: Machine, tmp_path: Path) -> None:
+    """setup_ascend.sh sees the cards and speedrun.sh gets NANOCHAT_DEVICE: neither asks for torch from the locks."""
+    (tmp_path / "host/dev").mkdir(parents=True)
+    (tmp_path / "host/dev/davinci0").touch()
+    assert machine.run("--numpy", "2", ASCEND_ROOT_PREFIX=str(tmp_path / "host"))[0] == 0
+    calls = len(machine.called(" pip "))
+    assert not machine.called("requirements-torch.lock")
+    assert machine.run(NANOCHAT_DEVICE="npu")[0] == 0
+    assert len(machine.called(" pip ")) == calls
+
+
 def test_every_pair_that_set_up_may_pick_has_hashes() -> None:
     pins = (ROOT / "locks" / "requirements-pairs.lock").read_text(encoding="utf-8").split()
     for row in (*tables.TABLE, tables.NEWEST):
