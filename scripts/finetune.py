@@ -106,8 +106,12 @@ class Config:
     model: Free[Path]
     """folder of the model: config.json, tokenizer.json and safetensors files"""
     data: Free[tuple[str, ...]]
-    """JSONL or JSON files of conversations: messages, ShareGPT or Alpaca; with --loss=dpo files of preferences.
+    """files, folders or patterns of conversations (JSONL, JSON, CSV, parquet; docs/data.md has the layouts);
+    with --loss=dpo of preferences.
     FILE:2 takes the records of a file twice, FILE:0.5 every second one"""
+    skip_bad_lines: Rare[bool] = False
+    """leave out the lines that cannot be used, and say how many they are.
+    By default such a file is refused"""
     objective: LossFlags = LossFlags()
     """what is learned"""
     adapter: AdapterFlags = AdapterFlags()
@@ -246,7 +250,8 @@ def train(cfg: Config, compute: Compute) -> None:
     max_length = None if cfg.max_length == "auto" else cfg.max_length
     base = open_base(cfg.model, max_length, lora, compute, cfg.run.seed)
     read_own = own_pairs if preference else own_conversations
-    conversations = read_own(cfg.data, HELD_OUT if earlier else None)
+    held_out_every = HELD_OUT if earlier else None
+    conversations = read_own(cfg.data, held_out_every, cfg.skip_bad_lines)
     facts = {HELD_OUT_FACT: f"one in {conversations.held_out_every}"}
     if cfg.learning_rate == "auto":
         facts[RATE_FACT] = rule

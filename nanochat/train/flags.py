@@ -263,10 +263,14 @@ class ChatFlags:
     """The flags for the data of a stage that learns from conversations."""
 
     conversations: str | None = None
-    """JSONL file of your own conversations, used instead of the corpus's mixture"""
+    """file, folder or pattern of your own conversations (JSONL, JSON, CSV, parquet),
+    used instead of the corpus's mixture"""
     mix: str | None = None
-    """JSONL file of your own conversations, added to the corpus's mixture.
+    """the same, added to the corpus's mixture.
     They are repeated until one conversation in ten is yours"""
+    skip_bad_lines: Rare[bool] = False
+    """leave out the lines of your file that cannot be used, and say how many they are.
+    By default such a file is refused"""
     documents_every: int | Auto = "auto"
     """take every n-th row from the base corpus, and train all of its tokens, so that the model does not forget it;
     0: none. auto: for TinyWorld 4 in midtraining, and 8 in fine-tuning on its own conversations; else 0"""

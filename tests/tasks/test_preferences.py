@@ -79,11 +79,11 @@ def test_every_layout_gives_the_same_pair(layout: str) -> None:
         ({"prompt": "a", "chosen": "b"}, 'needs the keys "chosen" and "rejected"; it has the keys prompt, chosen'),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected: the content of message 2 must be a text"),
         ({"prompt": "a", "chosen": 5, "rejected": "b"}, "a conversation is a list of messages, got int"),
-        ({"prompt": [NO], "chosen": [YES], "rejected": [NO]}, "chosen: message 1 must have role 'user'"),
+        ({"prompt": [NO], "chosen": [YES], "rejected": [NO]}, "must answer the same question of the user"),
         ({"chosen": "yes", "rejected": "no"}, 'there is no "prompt", and chosen and rejected do not begin'),
         ({"chosen": [ASKED, YES], "rejected": [BEFORE, NO]}, "must answer the same question"),
         ({"messages": [ASKED, YES], "rejected_response": None}, "a conversation is a list of messages, got NoneType"),
-        ({"conversations": [{"from": "x", "value": ""}], "chosen": "a", "rejected": "b"}, "message 1 is \"from\" 'x'"),
+        ({"conversations": [{"from": "x", "value": ""}], "chosen": "a", "rejected": "b"}, "message 1 has \"from\" 'x'"),
     ],
 )
 def test_a_record_that_is_no_pair_is_refused_with_file_line_and_rule(tmp_path: Path, value: Any, rule: str) -> None:
