@@ -56,6 +56,15 @@ class Conversation:
     origin: str = field(default="", repr=False, compare=False)
 
     @property
+    def needs_template(self) -> bool:
+        """Whether only the chat template of a published model can write the conversation.
+
+        That is so if it has tools, calls, results of tools, reasoning or other template variables.
+        """
+        has_fields = any(turn.fields or turn.role == "tool" for turn in self.messages)
+        return bool(self.options) or has_fields
+
+    @property
     def prompt(self) -> "Conversation":
         """The conversation without its last turn if that is the assistant's, else all of it."""
         if self.messages[-1].role == "assistant":

@@ -26,7 +26,7 @@ from nanochat.prepare.token_files import (
     token_writer,
 )
 from nanochat.runtime.progress import Progress
-from nanochat.tokenizer import Tokenizer
+from nanochat.tokenizer import Rendered, Tokenizer
 
 NEWEST_FOLDERS = 8  # the number of newest folders of a stage that are never removed
 UNUSED_SECONDS = 14 * 86_400  # younger folders are never removed, since runs may still read them
@@ -128,7 +128,7 @@ def _write(
         Progress(f"tokenise {folder.name}", None, "conversations") as progress,
     ):
         for batch in _batches(conversations):
-            rendered = [tokenizer.render(conversation) for conversation in batch]
+            rendered = [_rendered(conversation, tokenizer) for conversation in batch]
             ids = [item.ids[skipped:] for item in rendered]
             masks = [item.mask[skipped:] for item in rendered]
             lengths = np.array([len(tokens) for tokens in ids], np.int64)
@@ -144,6 +144,16 @@ def _write(
         )
     meta = {**identity, "dtype": dtype, "border": tokenizer.border, "parts": [entry]}
     write_json(folder / META, meta)
+
+
+def _rendered(conversation: Conversation, tokenizer: Tokenizer) -> Rendered:
+    """Return a conversation as tokens. Raises UserError, naming where it was read, if it fails."""
+    try:
+        return tokenizer.render(conversation)
+    except UserError as failure:
+        if not conversation.origin:
+            raise
+        raise UserError(f"{conversation.origin}: {failure}") from failure
 
 
 def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:

@@ -232,6 +232,7 @@ LINE = json.dumps({"messages": LEMON})
 PRETTY = json.dumps({"messages": LEMON}, indent=2)
 ALPACA = json.dumps({"instruction": "What colour is a lemon?", "output": "Yellow."})
 SHAREGPT = json.dumps({"conversations": [said("human", "What colour is a lemon?"), said("gpt", "Yellow.")]})
+CELL = '"' + json.dumps(LEMON).replace('"', '""') + '"'
 FILES: dict[str, bytes] = {
     "bom_crlf.jsonl": ("\ufeff" + f"{LINE}\r\n{LINE}\r\n").encode(),
     "utf16.jsonl": f"{LINE}\n{LINE}\n".encode("utf-16"),
@@ -245,8 +246,8 @@ FILES: dict[str, bytes] = {
     "lists_of_messages.json": f"{json.dumps(LEMON)}\n{json.dumps(LEMON)}\n".encode(),
     "mixed_layouts.jsonl": f"{ALPACA}\n{SHAREGPT}\n".encode(),
     "table.csv": b"instruction,output,id\nWhat colour is a lemon?,Yellow.,1\nWhat colour is a lemon?,Yellow.,2\n",
-    "messages.csv": ("messages\n" + f'"{json.dumps(LEMON)}"\n'.replace('"', '""').replace('""[', '"[').replace(']""', ']"') * 2).encode(),
-    "table.CSV.gz": gzip.compress("\ufeffquestion,answer\nWhat colour is a lemon?,Yellow.\n\"What colour is a lemon?\",Yellow.\n".encode()),
+    "messages.csv": f"messages\n{CELL}\n{CELL}\n".encode(),
+    "table.CSV.gz": gzip.compress(b"\xef\xbb\xbfquestion,answer\n" + b"What colour is a lemon?,Yellow.\n" * 2),
 }  # fmt: skip
 
 
@@ -276,9 +277,8 @@ def test_parquet_leaves_out_the_nulls_that_it_filled_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("gbk.jsonl", json.dumps({"messages": [message("user", "法国的首都是哪里？"), LEMON[1]]}, ensure_ascii=False).encode("gb18030"),
-         "iconv -f GB18030 -t UTF-8"),
-        ("big5.jsonl", json.dumps({"messages": [message("user", "中文裡的這個"), LEMON[1]]}, ensure_ascii=False).encode("big5"), "iconv -f "),
+        ("gbk.jsonl", '{"question": "法国的首都是哪里？", "answer": "巴黎"}'.encode("gb18030"), "iconv -f GB18030 -t UTF-8"),
+        ("kana.jsonl", '{"question": "これは何ですか", "answer": "ﾃｽﾄ"}'.encode("shift_jis"), "iconv -f "),
         ("utf16.jsonl", LINE.encode("utf-16-le"), "iconv -f UTF-16LE"),
         ("chats.xlsx", b"PK\x03\x04 sheet", "save the sheet as CSV"),
         ("chats.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
