@@ -1,35 +1,14 @@
 """Reads the records of files, folders and patterns, and says which lines cannot be used."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from nanochat.common import UserError, warn
 from nanochat.data.sources.listing import files_of
-from nanochat.data.sources.records import ENDINGS, entries
+from nanochat.data.sources.records import ENDINGS, BadLines, entries
 
 Record = TypeVar("Record")
-SHOWN = 5  # how many bad lines a message shows
-
-
-@dataclass
-class BadLines:
-    """The lines that cannot be used: their number, and the first of them with the reason."""
-
-    count: int = 0
-    first: list[str] = field(default_factory=list)
-
-    def add(self, place: str, reason: object) -> None:
-        """Count a line."""
-        self.count += 1
-        if len(self.first) < SHOWN:
-            self.first.append(f"{place}: {reason}")
-
-    def __str__(self) -> str:
-        more = self.count - len(self.first)
-        lines = self.first if more == 0 else [*self.first, f"and {more:,} more"]
-        return "\n  ".join(lines)
 
 
 def read_file(

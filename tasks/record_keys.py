@@ -30,19 +30,15 @@ class Row:
     refused: it is refused unless its value is empty. `text` says why, and what to do.
     """
 
-    keys: tuple[str, ...]
+    names: str
     tools: str  # those that know the keys, or "data sets"
     rule: Rule
     text: str
 
-
-def _row(
-    keys: str,
-    tools: str,
-    rule: Rule,
-    text: str,
-) -> Row:
-    return Row(tuple(keys.split()), tools, rule, text)
+    @property
+    def keys(self) -> list[str]:
+        """The keys, which `names` holds with spaces between them."""
+        return self.names.split()
 
 
 ALL = "OpenAI, TRL, ms-swift, LLaMA-Factory, Axolotl"
@@ -54,77 +50,77 @@ _MARKS = (
 
 # The keys of a record.
 RECORD = (
-    _row("messages conversations conversation", ALL, "honoured", "the messages"),
-    _row(
+    Row("messages conversations conversation", ALL, "honoured", "the messages"),
+    Row(
         "system system_prompt",
         "ms-swift, LLaMA-Factory, Axolotl",
         "honoured",
         "the system message",
     ),
-    _row("tools", ALL, "honoured", "the functions that the assistant may call"),
-    _row("functions", "OpenAI", "honoured", "the same in OpenAI's old form"),
-    _row(
+    Row("tools", ALL, "honoured", "the functions that the assistant may call"),
+    Row("functions", "OpenAI", "honoured", "the same in OpenAI's old form"),
+    Row(
         "chat_template_kwargs",
         "TRL, ms-swift",
         "honoured",
         "variables of the model's chat template, such as enable_thinking",
     ),
-    _row(
+    Row(
         "instruction query question prompt INSTRUCTION",
         "TRL, ms-swift, LLaMA-Factory, Axolotl",
         "honoured",
         "the question",
     ),
-    _row(
+    Row(
         "input",
         "ms-swift, LLaMA-Factory, Axolotl",
         "honoured",
         "more of the question, on a line of its own; without an instruction, the question",
     ),
-    _row(
+    Row(
         "output response answer completion generation RESPONSE",
         "TRL, ms-swift, LLaMA-Factory, Axolotl",
         "honoured",
         "the answer",
     ),
-    _row(
+    Row(
         "history",
         "ms-swift, LLaMA-Factory",
         "honoured",
         "earlier questions and answers, all of them trained",
     ),
-    _row(
+    Row(
         "chosen rejected rejected_response rejected_messages",
         "TRL, ms-swift, LLaMA-Factory, Axolotl",
         "pairs",
         "the answers of a pair",
     ),
-    _row(
+    Row(
         "label kto_tag",
         "TRL, ms-swift, LLaMA-Factory",
         "harmless",
         "true or a text; false, numbers and lists are refused",
     ),
-    _row(
+    Row(
         "parallel_tool_calls channel",
         "OpenAI, ms-swift",
         "harmless",
         "has no part in what is trained here",
     ),
-    _row(
+    Row(
         "text",
         "data sets",
         "harmless",
         "repeats the record as one text beside another layout",
     ),
-    _row(
+    Row(
         "id idx index uid uuid guid custom_id conv_id conversation_id message_id prompt_id "
         "question_id parent_id session_id hash conversation_hash md5 sha256",
         "data sets",
         "harmless",
         "identify the record",
     ),
-    _row(
+    Row(
         "source src origin dataset dataset_name data_source subset split file filename path url "
         "link title author model model_name generator country state hashed_ip license licence "
         "copyright language lang date time timestamp created created_at updated_at",
@@ -132,7 +128,7 @@ RECORD = (
         "harmless",
         "say where the record is from",
     ),
-    _row(
+    Row(
         "category categories subcategory type task task_type task_name topic domain subject "
         "difficulty level tag tags keyword keywords labels score scores score_chosen "
         "score_rejected chosen_score rejected_score chosen_rating rejected_rating rating quality "
@@ -141,69 +137,69 @@ RECORD = (
         "harmless",
         "describe the record",
     ),
-    _row(
+    Row(
         "metadata meta info extra extra_info header headers note notes comment comments remark "
         "annotations openai_moderation detoxify_moderation",
         "data sets",
         "harmless",
         "notes of any form",
     ),
-    _row(
+    Row(
         "image images video videos audio audios objects ref_audios audio_codes rejected_images "
         "rejected_videos rejected_audios rejected_objects",
         "TRL, ms-swift, LLaMA-Factory, Axolotl",
         "refused",
         _MEDIA,
     ),
-    _row(
+    Row(
         "system_message",
         "data sets",
         "refused",
         'the system message of a record belongs under "system"; rename the key, or remove it',
     ),
-    _row(
+    Row(
         "context documents article",
         "Axolotl",
         "refused",
         'write this text into the question (Alpaca\'s "input" is appended to it), or remove the key',
     ),
-    _row(
+    Row(
         "enable_thinking",
         "data sets",
         "refused",
         'variables of the chat template belong under "chat_template_kwargs"',
     ),
-    _row(
+    Row(
         "weight loss loss_weight loss_scale sample_weight train training trainable",
         "data sets",
         "refused",
         "a record has no weight; give the whole file one, as FILE:2, or repeat the record",
     ),
-    _row(
+    Row(
         "completions",
         "TRL",
         "refused",
         "stepwise supervision is another way of training; leave such records out",
     ),
-    _row(
+    Row(
         "input_ids attention_mask completion_mask assistant_masks seq_lengths segments",
         "TRL, Axolotl",
         "refused",
         "tokens and text without a chat format cannot be trained here; give the messages",
     ),
-    _row(
+    Row(
         "margin rejected_tools preferred_output non_preferred_output",
         "OpenAI, ms-swift",
         "refused",
         'a pair of answers needs "prompt", "chosen" and "rejected" with the same tools',
     ),
-    _row(
+    Row(
         "teacher_prompt teacher_images",
         "ms-swift",
         "refused",
         "distillation from a teacher is another way of training; remove the key",
     ),
-    _row(
+    Row(
         "positive_messages negative_messages positive_images negative_images positive_videos "
         "negative_videos positive_audios negative_audios positive_tools negative_tools "
         "positive_objects negative_objects",
@@ -211,14 +207,14 @@ RECORD = (
         "refused",
         "embeddings are another way of training; leave such records out",
     ),
-    _row(
+    Row(
         "questions kinds options target_probs question_ids criteria omnijev_column_keys "
         "omnijev_video choices",
         "ms-swift, Axolotl",
         "refused",
         "a choice must be written as a question and its answer",
     ),
-    _row(
+    Row(
         "reflection corrected revision critiques solution explanation summary "
         "unanswerable_question message_1 message_2",
         "Axolotl",
@@ -228,46 +224,46 @@ RECORD = (
 )
 # The keys of a message.
 MESSAGE = (
-    _row("role from", ALL, "honoured", "who speaks"),
-    _row("content value", ALL, "honoured", "a text, or a list of text parts"),
-    _row(
+    Row("role from", ALL, "honoured", "who speaks"),
+    Row("content value", ALL, "honoured", "a text, or a list of text parts"),
+    Row(
         "human user assistant gpt bot",
         "ms-swift",
         "honoured",
         "a question and its answer in one object",
     ),
-    _row(
+    Row(
         "weight loss loss_weight train training",
         "OpenAI, ms-swift, LLaMA-Factory, Axolotl",
         "honoured",
         "0 or false on an assistant message: the answer is read and not trained",
     ),
-    _row("tool_calls", ALL, "honoured", "the functions that the assistant calls"),
-    _row("function_call", "OpenAI", "honoured", "the same in OpenAI's old form"),
-    _row("tool_call_id", "OpenAI, TRL", "honoured", "the call that a tool answers"),
-    _row("name", "OpenAI, TRL", "honoured", "the name of a tool; of other speakers passed over"),
-    _row(
+    Row("tool_calls", ALL, "honoured", "the functions that the assistant calls"),
+    Row("function_call", "OpenAI", "honoured", "the same in OpenAI's old form"),
+    Row("tool_call_id", "OpenAI, TRL", "honoured", "the call that a tool answers"),
+    Row("name", "OpenAI, TRL", "honoured", "the name of a tool; of other speakers passed over"),
+    Row(
         "reasoning_content reasoning thinking",
         "TRL, ms-swift, Axolotl",
         "honoured",
         "what the assistant thinks before it answers",
     ),
-    _row(
+    Row(
         "id idx index uid message_id timestamp time date model tokens language lang metadata meta "
         "info tags score scores rating toxic redacted header turn_identifier markdown",
         "data sets",
         "harmless",
         "notes",
     ),
-    _row(
+    Row(
         "image images video videos audio audios objects image_url",
         "OpenAI, TRL, ms-swift",
         "refused",
         _MEDIA,
     ),
-    _row("refusal", "OpenAI", "refused", 'write the refusal under "content"'),
-    _row("loss_scale mask masked", "ms-swift", "refused", _MARKS),
-    _row(
+    Row("refusal", "OpenAI", "refused", 'write the refusal under "content"'),
+    Row("loss_scale mask masked", "ms-swift", "refused", _MARKS),
+    Row(
         "train_detail training_detail reasoning_training_detail prefix",
         "Axolotl",
         "refused",
@@ -279,12 +275,8 @@ EMPTY = (None, "", "[]", "{}", [], {})
 WEIGHTS = ("weight", "loss", "loss_weight", "train", "training")
 
 
-def _by_key(rows: tuple[Row, ...]) -> dict[str, Row]:
-    return {key: row for row in rows for key in row.keys}
-
-
-_RECORD = _by_key(RECORD)
-_MESSAGE = _by_key(MESSAGE)
+_RECORD = {key: row for row in RECORD for key in row.keys}
+_MESSAGE = {key: row for row in MESSAGE for key in row.keys}
 
 
 def check_record(

@@ -12,7 +12,7 @@ from pathlib import Path
 from shlex import quote
 from typing import BinaryIO, cast
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 
 _GZIP = b"\x1f\x8b"
 # What other files begin with, what they are, and what to do.
@@ -55,8 +55,13 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, line
     except (EOFError, OSError, zlib.error, UnicodeDecodeError) as failure:
         raise UserError(
-            f"{path} is damaged after line {number:,}: {failure}. Get the file again or leave it "
-            "out"
+            tr(
+                "{path} is damaged after line {number:,}: {failure}. Get the file again or leave "
+                "it out",
+                path=path,
+                number=number,
+                failure=failure,
+            )
         ) from failure
 
 
@@ -105,9 +110,14 @@ def problem_of(line: str, path: Path) -> str:
     encoding = _other_encoding(path)
     if encoding:
         raise UserError(
-            f"{path} is not UTF-8 but {encoding}. Convert the file: {_iconv(encoding, path)}"
+            tr(
+                "{path} is not UTF-8 but {encoding}. Convert the file: {command}",
+                path=path,
+                encoding=encoding,
+                command=_iconv(encoding, path),
+            )
         )
-    return "bytes that are not UTF-8; write the line again, or remove it"
+    return tr("bytes that are not UTF-8; write the line again, or remove it")
 
 
 def _other_encoding(path: Path) -> str:

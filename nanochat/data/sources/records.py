@@ -8,7 +8,7 @@ import csv
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import UserError, parse_json
+from nanochat.common import UserError, parse_json, tr
 from nanochat.data.sources.encodings import lines, problem_of
 from nanochat.data.sources.listing import ending
 
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".csv.gz", ".parquet")
+SHOWN = 5  # how many bad lines a message shows
 _PARQUET = b"PAR1"
 _WRAPPER = "data"  # the key under which a file that is one object holds its records
 _ABOUT = ("version", "name", "description", "license", "info", "metadata", "total", "count")
@@ -33,6 +34,25 @@ class Entry:
     place: str
     value: Any = None
     problem: str = ""
+
+
+@dataclass
+class BadLines:
+    """The lines that cannot be used: their number, and the first of them with the reason."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, place: str, reason: object) -> None:
+        """Count a line."""
+        self.count += 1
+        if len(self.first) < SHOWN:
+            self.first.append(f"{place}: {reason}")
+
+    def __str__(self) -> str:
+        more = self.count - len(self.first)
+        lines = self.first if more == 0 else [*self.first, f"and {more:,} more"]
+        return "\n  ".join(lines)
 
 
 def entries(path: Path) -> Iterator[Entry]:
@@ -143,7 +163,8 @@ def _value(
     try:
         return Entry(place, parse_json(line.strip()))
     except ValueError as broken:
-        return Entry(place, problem=f"this is not JSON: {broken}")
+        reason = getattr(broken, "msg", broken)  # without a position, which counts from this line
+        return Entry(place, problem=tr("this is not JSON: {reason}", reason=reason))
 
 
 def _values_over_lines(path: Path, surely: bool) -> list[Entry]:
