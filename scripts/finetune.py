@@ -24,6 +24,7 @@ from nanochat.checkpoint_manager.resume import begun_settings
 from nanochat.checkpoint_manager.same_run import BEFORE_FLAGS
 from nanochat.common import UserError, log, tr
 from nanochat.context import Packed
+from nanochat.data.sources.listing import name_of
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute, seed_all
 from nanochat.evals.preferences import PreferenceLoss, add_references
@@ -201,7 +202,7 @@ class Config:
     @property
     def tag(self) -> str:
         """The tag of the resulting model."""
-        first = Path(self.data[0].rpartition(":")[0] or self.data[0]).stem
+        first = name_of(self.data[0].rpartition(":")[0] or self.data[0])
         if self.out_tag is not None:
             return self.out_tag
         return f"{self.model.expanduser().resolve().name}-{first}"

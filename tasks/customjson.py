@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nanochat.common import visible
 from nanochat.data.conversation import Conversation
 from tasks.common import Ungraded
 from tasks.messages import (
@@ -163,7 +164,7 @@ def _hint(value: Mapping[str, Any]) -> str:
 
 def first_keys(value: Mapping[str, Any]) -> str:
     """Return the first keys of a record, or "none", for an error message."""
-    return ", ".join(str(key)[:20] for key in list(value)[:6]) or "none"
+    return ", ".join(visible(str(key)[:20]) for key in list(value)[:6]) or "none"
 
 
 def message_list(messages: Any) -> Any:

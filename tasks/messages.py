@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanochat.common import parse_json
+from nanochat.common import parse_json, visible
 from nanochat.data.conversation import Conversation, Message, Part, Role
 from tasks.record_keys import EMPTY, check_message, is_trained
 
@@ -288,14 +288,15 @@ def _call(call: Any, n: int) -> dict[str, Any]:
             f'a call of message {n} must be {{"name": ..., "arguments": {{...}}}}, got '
             f"{reprlib.repr(call)}"
         )
+    label = visible(name[:40])
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str) and arguments.strip():
-        arguments = parsed(arguments, f"the arguments of {name} in message {n}")
+        arguments = parsed(arguments, f"the arguments of {label} in message {n}")
     if arguments in EMPTY:
         arguments = {}
     if not isinstance(arguments, Mapping):
         raise ValueError(
-            f"the arguments of {name} in message {n} must be an object, got "
+            f"the arguments of {label} in message {n} must be an object, got "
             f"{type(arguments).__name__}"
         )
     read_call = {"type": "function", "function": {"name": name, "arguments": arguments}}

@@ -9,6 +9,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nanochat.common import visible
+
 # The versions of the tools whose keys the table holds.
 VERSIONS = {
     "OpenAI": "fine-tuning API, OpenAPI document 2.3.0",
@@ -308,7 +310,7 @@ def _check_label(key: str, value: Any) -> None:
     if value is not None and value is not True and not isinstance(value, str):
         raise ValueError(
             f'the key "{key}" cannot be honoured: it must be true or a text, got '
-            f"{str(value)[:40]}. An answer that is marked as undesirable or belongs to a class "
+            f"{str(value)[:40]!r}. An answer that is marked as undesirable or belongs to a class "
             "would be trained like a good one; leave such records out"
         )
 
@@ -329,7 +331,7 @@ def _check(
         near = difflib.get_close_matches(key, table, n=3) or list(table)[:8]
         names = ", ".join(near)
         raise ValueError(
-            f'the key "{key[:40]}"{place} is unknown; known are {names} and others (docs/data.md). '
+            f'the key "{visible(key[:40])}"{place} is unknown; known are {names} and others (docs/data.md). '
             'Remove the key, or put what it holds under "metadata"'
         )
     if row.rule == "refused":

@@ -7,7 +7,6 @@ another value.
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from nanochat import schedule
@@ -16,6 +15,7 @@ from nanochat.common import Free as Free
 from nanochat.common import Rare as Rare
 from nanochat.common import UserError, log, tr, values_of, warn
 from nanochat.data.mixing import resolve_data
+from nanochat.data.sources.listing import name_of
 from nanochat.dataloader import Source, blend, split_rows
 from nanochat.platforms.operations import KernelChoice, Matmul
 from nanochat.runtime.parallel import Sharding
@@ -324,5 +324,5 @@ def named_after(tag: str, file: str | None) -> str:
     """
     if file is None:
         return tag
-    name = re.sub(r"[^\w.-]+", "-", Path(file).stem).strip("-.")
+    name = re.sub(r"[^\w.-]+", "-", name_of(file)).strip("-.")
     return tag if tag.endswith(f"-{name}") else f"{tag}-{name}"

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat.common import UserError
+from nanochat.data.sources.listing import name_of
 from tasks.customjson import CustomJSON
 from tasks.mixtures import own_conversations
 from tasks.record_keys import MESSAGE, RECORD, VERSIONS
@@ -315,6 +316,19 @@ def test_folders_and_patterns_are_read_without_hidden_files(tmp_path: Path, caps
     assert own_conversations([str(tmp_path / "chats")]).key != mix.key
     with pytest.raises(UserError, match="no file"):
         CustomJSON(tmp_path / "chats" / "*.parquet")
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("data/my.chats.jsonl", "my.chats"),
+        ("chats.JSONL.gz", "chats"),
+        ("data/chats", "chats"),
+        ("data/chats/**/*.json", "chats"),
+    ],
+)
+def test_a_run_is_named_after_its_data(source: str, name: str) -> None:
+    assert name_of(source) == name
 
 
 # --- bad lines -----------------------------------------------------------------------------------

@@ -125,3 +125,22 @@ def test_our_own_tokenizer_trains_the_answers_alone(layout: str) -> None:
         assert rendered.ids == tokenizer.render(Conversation(one.messages)).ids
         trained = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
         assert trained == [*tokenizer.encode(one.messages[-1].text), tokenizer.special("assistant_end")]
+
+
+def test_pairs_with_equal_answers_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.jsonl"
+    equal = {"prompt": "is it?", "chosen": "yes", "rejected": "yes"}
+    path.write_text("\n".join(json.dumps(one) for one in (LAYOUTS["TRL, texts"][0], equal, equal)))
+    assert read_pairs(str(path)) == [ALONE]
+    assert "2 pairs with equal answers" in capsys.readouterr().err
+    path.write_text(json.dumps(equal))
+    with pytest.raises(UserError, match="all 1 pairs"):
+        read_pairs(str(path))
+
+
+def test_bad_pairs_may_be_left_out_and_tools_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    with_tools = {**LAYOUTS["TRL, texts"][0], "tools": [{"name": "get_time"}]}
+    path.write_text(f'{{"prompt": \n{json.dumps(with_tools)}\n')
+    (pair_read,) = read_pairs(str(path), skip_bad_lines=True)
+    assert [one.options["tools"][0]["function"]["name"] for one in pair_read] == ["get_time"] * 2

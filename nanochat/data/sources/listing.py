@@ -15,6 +15,15 @@ def ending(path: Path) -> str:
     return last
 
 
+def name_of(source: str) -> str:
+    """Return the name of a file without its ending, or of the folder if a path is a pattern."""
+    path = Path(source)
+    while glob.has_magic(path.name) and path.parent != path:
+        path = path.parent
+    name = path.name or path.resolve().name
+    return name[: len(name) - len(ending(path))]
+
+
 def files_of(
     source: str,
     endings: Collection[str],

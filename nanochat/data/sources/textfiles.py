@@ -66,6 +66,10 @@ def _report(
             )
         )
         return
+    if bad.count == 1:
+        raise UserError(
+            tr("{bad}. Fix the line, or leave it out with --skip_bad_lines", bad=bad.first[0])
+        )
     raise UserError(
         tr(
             "{path}: {count:,} lines cannot be used:\n  {bad}\nFix these lines, or leave them out "
