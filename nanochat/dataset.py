@@ -36,8 +36,8 @@ class Config:
     The validation shard always comes with them."""
     data: str | None = None
     """What to make or fetch: tinyworld, fineweb, climbmix, fineweb-zh, fineweb-zh-v2.1,
-    fineweb-zh-v2.2, or a file or folder of your own .parquet, .jsonl, .json, .csv, .txt or .md files;
-    all but .parquet may be compressed as .gz.
+    fineweb-zh-v2.2, or a file or folder of your own .parquet, .jsonl, .json, .csv, .txt or .md files.
+    All but .parquet may be compressed as .gz.
     With -n the default is fineweb."""
     host: Annotated[Host, tyro.conf.arg(name="from")] = "hub"
     """Where to fetch a published corpus from:

@@ -107,8 +107,8 @@ class Config:
     model: Free[Path]
     """folder of the model: config.json, tokenizer.json and safetensors files"""
     data: Free[tuple[str, ...]]
-    """files, folders or patterns of conversations (JSONL, JSON, CSV, parquet; docs/data.md has the layouts);
-    with --loss=dpo of preferences.
+    """files, folders or patterns of conversations, or of preferences with --loss=dpo.
+    They are JSONL, JSON, CSV or parquet; docs/data.md has the layouts.
     FILE:2 takes the records of a file twice, FILE:0.5 every second one"""
     skip_bad_lines: Rare[bool] = False
     """leave out the lines that cannot be used, and say how many they are.

@@ -263,8 +263,8 @@ class ChatFlags:
     """The flags for the data of a stage that learns from conversations."""
 
     conversations: str | None = None
-    """file, folder or pattern of your own conversations (JSONL, JSON, CSV, parquet),
-    used instead of the corpus's mixture"""
+    """file, folder or pattern of your own conversations, used instead of the corpus's mixture.
+    Files are JSONL, JSON, CSV or parquet"""
     mix: str | None = None
     """the same, added to the corpus's mixture.
     They are repeated until one conversation in ten is yours"""

@@ -178,11 +178,13 @@ def _values_over_lines(path: Path, surely: bool) -> list[Entry]:
         return []
     values: list[Entry] = []
     decoder = json.JSONDecoder()
-    position = _next_value(text, 0)
+    line = 1
+    end = 0
+    position = _next_value(text, end)
     while position < len(text):
-        line = 1 + text.count("\n", 0, position)
+        line += text.count("\n", end, position)
         try:
-            value, end = decoder.raw_decode(text, position)
+            value, next_end = decoder.raw_decode(text, position)
         except json.JSONDecodeError as broken:
             if values or surely:
                 reason = f"this is not JSON: {broken.msg}, column {broken.colno}"
@@ -191,6 +193,8 @@ def _values_over_lines(path: Path, surely: bool) -> list[Entry]:
         except RecursionError:
             return [*values, Entry(f"line {line}", problem="it is nested too deeply")]
         values.append(Entry(f"line {line}", value))
+        line += text.count("\n", position, next_end)
+        end = next_end
         position = _next_value(text, end)
     if len(values) == 1:
         return [Entry("", values[0].value)]
