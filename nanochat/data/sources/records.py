@@ -187,7 +187,8 @@ def _values_over_lines(path: Path, surely: bool) -> list[Entry]:
             value, next_end = decoder.raw_decode(text, position)
         except json.JSONDecodeError as broken:
             if values or surely:
-                reason = f"this is not JSON: {broken.msg}, column {broken.colno}"
+                mistake = f"{broken.msg}, column {broken.colno}; nothing after it can be read"
+                reason = tr("this is not JSON: {reason}", reason=mistake)
                 values.append(Entry(f"line {broken.lineno}", problem=reason))
             return values
         except RecursionError:
