@@ -10,6 +10,7 @@ import pytest
 
 from nanochat.common import UserError
 from nanochat.data.sources import textfiles
+from nanochat.data.sources.listing import files_of
 from nanochat.data.sources.textfiles import documents
 
 
@@ -110,3 +111,12 @@ def test_a_column_that_holds_no_text_is_named_with_those_that_do(tmp_path, colum
     assert refused.value.exit_code == 2 and "--text_column" in text
     assert all(word in text for word in (str(path), f"'{column}'", kind, "body, title"))
     assert "parts, meta" not in text
+
+
+def test_the_texts_of_a_folder_are_found_in_any_case_without_hidden_files(tmp_path, capsys):
+    for name in ("a.TXT", "deep/b.Jsonl.GZ", "._a.txt", ".git/c.md", "d.docx"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    names = [path.name for path in files_of(str(tmp_path), textfiles.READERS)]
+    assert names == ["a.TXT", "b.Jsonl.GZ"]
+    assert "2 hidden files" in capsys.readouterr().out
