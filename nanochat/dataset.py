@@ -5,7 +5,7 @@ A corpus is TinyWorld, a published corpus, or made from your own files.
 python -m nanochat.dataset --data tinyworld          # made on this machine, no network
 python -m nanochat.dataset -n 8                      # FineWeb-Edu: 8 training shards, 1 to validate
 python -m nanochat.dataset --data climbmix -n 8      # another published corpus, see docs/data.md
-python -m nanochat.dataset --data DIR --name NAME    # your own .parquet, .jsonl, .txt or .md files
+python -m nanochat.dataset --data DIR --name NAME    # your own parquet, JSON, CSV, .txt or .md files
 python -m nanochat.dataset --urls FILE --name NAME   # such files at the addresses that FILE lists
 """
 
@@ -36,19 +36,23 @@ class Config:
     The validation shard always comes with them."""
     data: str | None = None
     """What to make or fetch: tinyworld, fineweb, climbmix, fineweb-zh, fineweb-zh-v2.1,
-    fineweb-zh-v2.2, or a file or folder of your own .parquet, .jsonl, .txt or .md files.
+    fineweb-zh-v2.2, or a file or folder of your own .parquet, .jsonl, .json, .csv, .txt or .md files.
+    All but .parquet may be compressed as .gz.
     With -n the default is fineweb."""
     host: Annotated[Host, tyro.conf.arg(name="from")] = "hub"
     """Where to fetch a published corpus from:
     the Hugging Face hub, which HF_ENDPOINT may replace by a mirror, or ModelScope."""
     urls: str | None = None
-    """A file with addresses of .parquet, .jsonl, .txt or .md files, one a line.
+    """A file with addresses of such files, one a line.
     The SHA-256 of a file may follow its address."""
     name: str | None = None
     """The name of the corpus that is made from your own files or addresses.
     Default: the name of the file or folder."""
     text_column: str = "text"
     """The column or JSON field of your own files that holds the text."""
+    skip_bad_lines: bool = False
+    """Leave out the lines of your own files that are not JSON or not text, and say how many they are.
+    By default such a file is refused."""
     num_workers: Annotated[int, tyro.conf.arg(aliases=("-w",))] = 3
     """How many files to fetch at the same time."""
     list_urls: bool = False
@@ -104,7 +108,13 @@ def make_corpus(cfg: Config) -> Corpus:
         return make_tinyworld(Progress)
     source = existing(cfg.data) if cfg.data is not None else None
     if source is not None:
-        return import_folder(source, cfg.name, cfg.text_column, Progress)
+        return import_folder(
+            source,
+            cfg.name,
+            cfg.text_column,
+            Progress,
+            skip_bad_lines=cfg.skip_bad_lines,
+        )
     problem = "no data was named"
     if cfg.data is not None:
         problem = f"there is no file or folder {cfg.data!r}"

@@ -458,10 +458,15 @@ def _check_unicode(text: str, name: str) -> None:
 def _alternating_turns(conversation: Conversation) -> tuple[Message, ...]:
     """Return the turns, with a system turn at the beginning merged into the user turn after it.
 
-    Raises UserError if there are no turns, or if user and assistant do not then alternate,
-    beginning with the user.
+    Raises UserError if there are no turns, if user and assistant do not then alternate, beginning
+    with the user, or if only the template of a published model can write the conversation.
     """
     messages = conversation.messages
+    if conversation.needs_template:
+        raise UserError(
+            "this model's chat format has no functions and no reasoning, only the calculator; "
+            "leave such conversations out, or fine-tune a published model"
+        )
     if not messages:
         raise UserError("a conversation needs at least one turn, got none; add a user turn")
     if messages[0].role == "system":

@@ -71,7 +71,14 @@ def train(cfg: Config, compute: Compute) -> None:
     corpus = cfg.stage.data or parent.corpus
     folder = open_folder("sft", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)
     model, tokenizer = load_parent(parent, compute, cfg.stage.matmul)
-    mixture = mix("sft", corpus, cfg.run.seed, cfg.chats.conversations, cfg.chats.mix)
+    mixture = mix(
+        "sft",
+        corpus,
+        cfg.run.seed,
+        cfg.chats.conversations,
+        cfg.chats.mix,
+        cfg.chats.skip_bad_lines,
+    )
     length = model.config.sequence_len
     rows, val_rows = chat_rows("sft", mixture, tokenizer, length, cfg.run.seed, masked=True)
     batch = sizes.example_batch(

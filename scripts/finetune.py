@@ -25,6 +25,7 @@ from nanochat.checkpoint_manager.resume import begun_settings
 from nanochat.checkpoint_manager.same_run import BEFORE_FLAGS
 from nanochat.common import UserError, log, tr
 from nanochat.context import Packed
+from nanochat.data.sources.listing import name_of
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute, seed_all
 from nanochat.evals.preferences import PreferenceLoss, add_references
@@ -109,8 +110,12 @@ class Config:
     """folder of the model: config.json, tokenizer.json and safetensors files.
     Or OWNER/NAME, if hf or modelscope has downloaded that model"""
     data: Free[tuple[str, ...]]
-    """JSONL or JSON files of conversations: messages, ShareGPT or Alpaca; with --loss=dpo files of preferences.
+    """files, folders or patterns of conversations, or of preferences with --loss=dpo.
+    They are JSONL, JSON, CSV or parquet; docs/data.md has the layouts.
     FILE:2 takes the records of a file twice, FILE:0.5 every second one"""
+    skip_bad_lines: Rare[bool] = False
+    """leave out the lines that cannot be used, and say how many they are.
+    By default such a file is refused"""
     objective: LossFlags = LossFlags()
     """what is learned"""
     adapter: AdapterFlags = AdapterFlags()
@@ -207,7 +212,7 @@ class Config:
     @property
     def tag(self) -> str:
         """The tag of the resulting model."""
-        first = Path(self.data[0].rpartition(":")[0] or self.data[0]).stem
+        first = name_of(self.data[0].rpartition(":")[0] or self.data[0])
         if self.out_tag is not None:
             return self.out_tag
         name = model_name(published_folder(self.model)).rpartition("/")[2]
@@ -259,7 +264,8 @@ def train(cfg: Config, compute: Compute) -> None:
     base = open_base(cfg.model, max_length, lora, compute, cfg.run.seed)
     replay.check_replay(cfg.replay_every, base, compute)
     read_own = own_pairs if preference else own_conversations
-    conversations = read_own(cfg.data, HELD_OUT if earlier else None)
+    held_out_every = HELD_OUT if earlier else None
+    conversations = read_own(cfg.data, held_out_every, cfg.skip_bad_lines)
     facts = {HELD_OUT_FACT: f"one in {conversations.held_out_every}"}
     if cfg.learning_rate == "auto":
         facts[RATE_FACT] = rule

@@ -81,7 +81,14 @@ def train(cfg: Config, compute: Compute) -> None:
         folder.begun_rows,
     )
 
-    mixture = mix("mid", corpus, cfg.run.seed, cfg.chats.conversations, cfg.chats.mix)
+    mixture = mix(
+        "mid",
+        corpus,
+        cfg.run.seed,
+        cfg.chats.conversations,
+        cfg.chats.mix,
+        cfg.chats.skip_bad_lines,
+    )
     length = model.config.sequence_len
     rows, val_rows = chat_rows(
         "mid", mixture, tokenizer, length, cfg.run.seed, masked=cfg.answers_only

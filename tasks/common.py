@@ -1,20 +1,18 @@
 """Functions and classes that the tasks share.
 
-They check arguments, read numbers from texts and conversations from records, and build subsets and
-mixtures of tasks.
+They check arguments, read numbers from texts, and build subsets and mixtures of tasks.
 """
 
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from nanochat.common import UserError
-from nanochat.data.conversation import Conversation, Message, Part, Task
-from tasks.record_keys import check_message, is_trained
+from nanochat.data.conversation import Conversation, Task
 
 
 def one_of(
@@ -28,7 +26,7 @@ def one_of(
     return value
 
 
-# --- numbers and conversations -------------------------------------------------------------------
+# --- numbers -------------------------------------------------------------------------------------
 
 _NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*)?(?:\d|\.\d+)")
 
@@ -46,60 +44,6 @@ def final_number(text: str) -> Fraction | None:
         return None
     number = numbers[0] if marker else numbers[-1]
     return Fraction(number.replace(",", "")) if len(number) <= 64 else None
-
-
-def read_messages(messages: Any) -> Conversation:
-    """Return a conversation made from a list of messages with "role" and "content".
-
-    Raises ValueError, naming the broken rule, unless user and assistant take turns after an
-    optional system message, the assistant speaks last, and every content is non-empty text. An
-    assistant message with "weight": 0 or "loss": false is not trained; one message at least must
-    be.
-    """
-    if not isinstance(messages, list):
-        raise ValueError(f"a conversation is a list of messages, got {type(messages).__name__}")
-    turns: list[Message] = []
-    expected_role: Literal["user", "assistant"] = "user"
-    for n, message in enumerate(messages, start=1):
-        turn = _read_message(message, n, expected_role)
-        if turn.role != "system":
-            expected_role = "user" if turn.role == "assistant" else "assistant"
-        turns.append(turn)
-    if not turns or turns[-1].role != "assistant":
-        raise ValueError("a conversation must end with a message of role 'assistant'")
-    if not any(turn.trained for turn in turns if turn.role == "assistant"):
-        raise ValueError(
-            "every assistant message has weight 0 or loss false, so nothing is trained; remove the "
-            "record"
-        )
-    return Conversation(tuple(turns))
-
-
-def _read_message(
-    message: Any,
-    n: int,
-    expected_role: str,
-) -> Message:
-    """Convert message `n` of a conversation to a turn.
-
-    Raises ValueError, naming the rule, if the message breaks one.
-    """
-    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-        raise ValueError(f'message {n} must be an object with "role" and "content"')
-    check_message(message, n)
-    role = message["role"]
-    content = message["content"]
-    is_first_system = role == "system" and n == 1
-    if role != expected_role and not is_first_system:
-        raise ValueError(
-            f"message {n} must have role {expected_role!r} (user and assistant take turns), got "
-            f"{role!r}"
-        )
-    if not isinstance(content, str):
-        raise ValueError(f"the content of message {n} must be a text, got {type(content).__name__}")
-    if not content.strip():
-        raise ValueError(f"the content of message {n} must be a text that is not empty")
-    return Message(role, (Part("text", content),), is_trained(message, n))
 
 
 class Ungraded:

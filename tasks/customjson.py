@@ -1,43 +1,61 @@
-"""Your own conversations, from JSON files in common layouts: messages, ShareGPT and Alpaca."""
+"""Your own conversations, from files in the layouts of OpenAI, TRL, ms-swift and others."""
 
-import json
-import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from nanochat.common import UserError, parse_json
+from nanochat.common import visible
 from nanochat.data.conversation import Conversation
-from tasks.common import Ungraded, read_messages
-from tasks.record_keys import check_record
+from tasks.common import Ungraded
+from tasks.messages import (
+    check_own_format,
+    checked,
+    parsed,
+    read_messages,
+    with_options,
+)
+from tasks.record_files import read_file
+from tasks.record_keys import EMPTY, check_record
 
-Record = TypeVar("Record")
 _SHAPE = (
     '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 )
-# The names that ShareGPT files and their descendants give the three roles.
-_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "system": "system",
-}
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MESSAGES = ("messages", "conversations", "conversation")
+_SYSTEM = ("system", "system_prompt")
+_OPTIONS = ("tools", "functions", "chat_template_kwargs")
+_QUESTIONS = ("instruction", "query", "question", "prompt", "INSTRUCTION")
+_WITH_INPUT = ("instruction", "query", "INSTRUCTION")  # their "input" is more of the question
+_ANSWERS = ("output", "response", "answer", "completion", "generation", "RESPONSE")
 
 
 class CustomJSON(Ungraded):
-    """The conversations in a file, in any layout that read_record() knows.
+    """The conversations in a file, a folder or the files of a pattern, in any known layout.
 
-    Raises UserError as read_file() does.
+    With `own_format`, they are for the chat format of our own models, as check_own_format() says;
+    otherwise, for the chat template of a published model. `skip_bad_lines` leaves out what cannot
+    be used. Raises UserError as read_file() does.
     """
 
-    def __init__(self, filepath: str | Path):
+    def __init__(
+        self,
+        filepath: str | Path,
+        own_format: bool = True,
+        skip_bad_lines: bool = False,
+    ):
         self.name = Path(filepath).expanduser().stem
-        self._conversations = read_file(filepath, read_record, "conversation", _SHAPE)
+
+        def read(value: Any) -> Conversation:
+            conversation = read_record(value)
+            if own_format:
+                check_own_format(conversation)
+            return conversation
+
+        self._conversations = []
+        for place, conversation in read_file(
+            filepath, read, "conversation", _SHAPE, skip_bad_lines
+        ):
+            self._conversations.append(replace(conversation, origin=place))
 
     def __len__(self) -> int:
         return len(self._conversations)
@@ -46,24 +64,20 @@ class CustomJSON(Ungraded):
         return self._conversations[i]
 
 
-# --- layouts -------------------------------------------------------------------------------------
-
-
 def read_record(value: Any) -> Conversation:
     """Convert a JSON value in any of the known layouts to a conversation.
 
-    Raises ValueError, naming the rule, if the value breaks one.
+    Raises ValueError, naming the rule, if the value breaks one. The layouts are
 
-    messages: a list of {"role", "content"}, or an object with such a list under "messages" or
-    "conversations".
-    ShareGPT: {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}],
-    "system": ...}.
-    Alpaca: {"instruction", "input", "output"}, or {"query", "response"}, with "system" and
-    "history", a list of [question, answer]. The input is appended to the instruction on a line of
-    its own.
+    messages: a list of messages, or an object with such a list under "messages", "conversations"
+    or "conversation";
+    TRL: {"prompt": [...], "completion": [...]}, lists of messages, of which the completion is
+    trained;
+    questions and answers: one of the keys _QUESTIONS and one of _ANSWERS, with "history", a list of
+    [question, answer]. "input" is appended to an instruction on a line of its own.
 
-    Every object may have "system" next to the messages. Keys that ask for what cannot be trained
-    are refused, as check_record() describes.
+    Every object may have a system message, tools and variables of the chat template beside them.
+    tasks/record_keys.py says what becomes of other keys.
     """
     if isinstance(value, list):
         return read_messages(value)
@@ -71,41 +85,109 @@ def read_record(value: Any) -> Conversation:
         raise ValueError(
             f"a conversation is a list of messages or an object, got {type(value).__name__}"
         )
-    for name in ("messages", "conversations", "conversation"):
-        if name in value:
-            check_record(value, (name, "system"))
-            turns = list(plain_turns(value[name]))
-            return read_messages(with_system(value, turns))
-    for question, answer in (("instruction", "output"), ("query", "response")):
-        if question in value and answer in value:
-            check_record(value, (question, answer, "input", "history", "system"))
-            turns = list(alpaca_turns(value, question))
-            turns.append({"role": "assistant", "content": value[answer]})
-            return read_messages(with_system(value, turns))
-    raise ValueError(
-        'an object needs the key "messages", "conversations" (ShareGPT), or "instruction" and '
-        f'"output" (Alpaca); it has the keys {first_keys(value)}'
-    )
+    names = [name for name in MESSAGES if value.get(name) is not None]
+    if names:
+        conversation = _of_messages(value, names[0])
+    elif isinstance(value.get("prompt"), list):
+        conversation = _of_prompt_and_completion(value)
+    else:
+        conversation = _of_question_and_answer(value)
+    return with_options(conversation, value)
+
+
+def _of_messages(value: Mapping[str, Any], name: str) -> Conversation:
+    turns = message_list(value[name])
+    layout = [name, *_SYSTEM, *_OPTIONS]
+    if value.get("prompt") == first_question(turns):
+        layout.append("prompt")  # UltraChat repeats the first question
+    check_record(value, layout)
+    return read_messages(with_system(value, turns))
+
+
+def first_question(turns: Any) -> Any:
+    """Return the content of the first message of the user, or None if there is none."""
+    for turn in turns if isinstance(turns, list) else ():
+        if isinstance(turn, Mapping) and turn.get("role", turn.get("from")) in ("user", "human"):
+            return turn.get("content", turn.get("value"))
+    return None
+
+
+def _of_prompt_and_completion(value: Mapping[str, Any]) -> Conversation:
+    check_record(value, ("prompt", "completion", *_SYSTEM, *_OPTIONS))
+    completion = value.get("completion")
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    if not isinstance(completion, list):
+        raise ValueError(
+            'a list of messages under "prompt" needs a list of messages under "completion", got '
+            f"{type(completion).__name__}"
+        )
+    prompt = with_system(value, value["prompt"])
+    conversation = read_messages([*prompt, *completion])
+    turns = []
+    for number, turn in enumerate(conversation.messages):
+        in_prompt = number < len(prompt) and turn.role == "assistant"
+        turns.append(replace(turn, trained=False) if in_prompt else turn)
+    return checked(replace(conversation, messages=tuple(turns)))
+
+
+def _of_question_and_answer(value: Mapping[str, Any]) -> Conversation:
+    questions = [key for key in _QUESTIONS if value.get(key) not in EMPTY]
+    if not questions and value.get("input") not in EMPTY:
+        questions = ["input"]
+    answers = [key for key in _ANSWERS if value.get(key) is not None]
+    if not questions or not answers:
+        raise ValueError(
+            'an object needs "messages" or "conversations", or a question (instruction, query, '
+            "question, prompt or input) and its answer (output, response, answer or completion); "
+            f"it has the keys {first_keys(value)}{_hint(value)}"
+        )
+    question = questions[0]
+    answer = answers[0]
+    layout = [question, answer, "history", *_SYSTEM, *_OPTIONS]
+    if question in _WITH_INPUT:
+        layout.append("input")
+    check_record(value, layout)
+    turns = question_turns(value, question)
+    text = value[answer]
+    if question == "prompt" and isinstance(text, str):
+        text = text.strip()  # the completion of a text begins with a space
+    turns.append({"role": "assistant", "content": text})
+    return read_messages(with_system(value, turns))
+
+
+def _hint(value: Mapping[str, Any]) -> str:
+    if "chosen" in value and "rejected" in value:
+        return ". Pairs of answers are read with scripts.finetune --loss=dpo"
+    return ""
 
 
 def first_keys(value: Mapping[str, Any]) -> str:
     """Return the first keys of a record, or "none", for an error message."""
-    return ", ".join(str(key)[:20] for key in list(value)[:6]) or "none"
+    return ", ".join(visible(str(key)[:20]) for key in list(value)[:6]) or "none"
+
+
+def message_list(messages: Any) -> Any:
+    """Return messages, parsed if they are JSON text, as tables hold them."""
+    return parsed(messages, "a list of messages") if isinstance(messages, str) else messages
 
 
 def with_system(value: Mapping[str, Any], messages: Any) -> Any:
-    """Return messages, preceded by the system message that a record has under "system".
+    """Return messages, preceded by the system message that a record has beside them.
 
-    The messages are returned unchanged if "system" is empty or missing, or if they are not a list,
-    which read_messages() then refuses. Raises ValueError if they begin with another system message.
+    The messages are returned unchanged if there is none, or if they are not a list, which
+    read_messages() then refuses. Raises ValueError if they begin with another system message.
     """
-    system = value.get("system")
-    if not system or not isinstance(messages, list):
+    systems = [value[key] for key in _SYSTEM if value.get(key) not in EMPTY]
+    if not systems or not isinstance(messages, list):
         return messages
+    system = systems[0]
+    if system != systems[-1]:
+        raise ValueError('"system" and "system_prompt" differ; keep one of them')
     first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
-    if first.get("role") != "system":
+    if first.get("role", first.get("from")) not in ("system", "developer"):
         return [{"role": "system", "content": system}, *messages]
-    if first.get("content") != system:
+    if first.get("content", first.get("value")) != system:
         raise ValueError(
             'the messages begin with another system message than the key "system" holds; keep one '
             "of them"
@@ -113,154 +195,32 @@ def with_system(value: Mapping[str, Any], messages: Any) -> Any:
     return messages
 
 
-def plain_turns(turns: Any) -> Iterator[Any]:
-    """Yield turns as messages, converting those with "from" and "value".
-
-    Turns in another form stay as they are, and read_messages() checks them. Raises ValueError if
-    `turns` is not a list, or if a name in "from" is unknown.
-    """
-    if not isinstance(turns, list):
-        raise ValueError(f"a conversation is a list of messages, got {type(turns).__name__}")
-    for n, turn in enumerate(turns, start=1):
-        if not isinstance(turn, Mapping) or "from" not in turn or "value" not in turn:
-            yield turn
-            continue
-        role = turn["from"]
-        if not isinstance(role, str) or role not in _ROLES:
-            names = ", ".join(_ROLES)
-            raise ValueError(f'message {n} is "from" {reprlib.repr(role)}; known are {names}')
-        message = dict(turn)
-        del message["from"], message["value"]
-        yield {**message, "role": _ROLES[role], "content": turn["value"]}
-
-
-def alpaca_turns(value: Mapping[str, Any], question: str) -> Iterator[dict[str, Any]]:
-    """Yield the earlier exchanges of an Alpaca record, then its question, as messages.
+def question_turns(value: Mapping[str, Any], question: str) -> list[dict[str, Any]]:
+    """Return the earlier exchanges of a record, then its question, as messages.
 
     `question` is the key of the question. Raises ValueError if "history" is not a list of pairs, or
     if the question or its "input" is not a text.
     """
-    history = value.get("history") or []
+    history = value.get("history")
+    if isinstance(history, str) and history not in EMPTY:
+        history = parsed(history, 'a list of [question, answer] under "history"')
+    if history in EMPTY:
+        history = []
     if not isinstance(history, list) or not all(map(_is_pair, history)):
         raise ValueError('"history" must be a list of [question, answer]')
-    instruction = value[question]
-    input_text = value.get("input") or ""
-    if not isinstance(instruction, str) or not isinstance(input_text, str):
+    words = value[question]
+    input_text = value.get("input") if question in _WITH_INPUT else None
+    if input_text in EMPTY:
+        input_text = ""
+    if not isinstance(words, str) or not isinstance(input_text, str):
         raise ValueError(f'"{question}" and "input" must be texts')
+    turns: list[dict[str, Any]] = []
     for earlier_question, earlier_answer in history:
-        yield {"role": "user", "content": earlier_question}
-        yield {"role": "assistant", "content": earlier_answer}
-    yield {"role": "user", "content": "\n".join(filter(None, (instruction, input_text)))}
+        turns.append({"role": "user", "content": earlier_question})
+        turns.append({"role": "assistant", "content": earlier_answer})
+    joined = f"{words}\n{input_text}" if input_text else words
+    return [*turns, {"role": "user", "content": joined}]
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2
-
-
-# --- files ---------------------------------------------------------------------------------------
-
-
-def read_file(
-    filepath: str | Path,
-    to_record: Callable[[Any], Record],
-    label: str,
-    shape: str,
-) -> list[Record]:
-    """Return the records that `to_record` makes from the JSON values in a file.
-
-    The file holds one value per line, or one list of values. In error messages, `label` names such
-    a value and `shape` shows one. Raises UserError, naming the file, the line and the rule, at the
-    first mistake in the whole file, and UserError (exit code 2) if there is no file.
-    """
-    path = Path(filepath).expanduser()
-    if not path.is_file():
-        raise UserError(
-            f"there is no file {path}. Check the path; the file should hold one {label} per line: "
-            f"{shape}",
-            2,
-        )
-    read_records = []
-    try:
-        for place, value in records(path):
-            read_records.append(_read_at(place, value, to_record))
-    except ValueError as broken:  # not UTF-8, not JSON, or against a rule of `to_record`
-        raise UserError(f"{path}, {broken}. A line should look like {shape}") from broken
-    if not read_records:
-        raise UserError(f"{path} holds no {label}. Write one {label} per line: {shape}")
-    return read_records
-
-
-def _read_at(
-    place: str,
-    value: Any,
-    to_record: Callable[[Any], Record],
-) -> Record:
-    """Return the record that `to_record` makes from a value.
-
-    Raises ValueError, naming the place in the file, if the value breaks a rule.
-    """
-    try:
-        return to_record(value)
-    except ValueError as broken:
-        raise ValueError(f"{place}: {broken}") from broken
-
-
-def records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield every JSON value in a file, with its place in words, such as "line 3".
-
-    The file holds one value per line, or is a single JSON list of records. Empty lines are skipped.
-    Raises ValueError, naming the place, if something is not UTF-8 or not JSON.
-    """
-    values = _list_of_records(path)
-    if values is not None:
-        for n, value in enumerate(values, start=1):
-            yield f"item {n}", value
-        return
-    with open(path, "rb") as lines:
-        for n, line in enumerate(lines, start=1):
-            try:
-                text = line.removeprefix(_BYTE_ORDER_MARK).decode("utf-8").strip()
-                if text:
-                    yield f"line {n}", parse_json(text)
-            except ValueError as broken:
-                raise ValueError(f"line {n}: {broken}") from broken
-
-
-def _list_of_records(path: Path) -> list[Any] | None:
-    """Return the records of a file that is one JSON list, or None if it has a value per line."""
-    with open(path, "rb") as file:
-        beginning = file.read(64)
-    if not beginning.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
-        return None
-    data = path.read_bytes().removeprefix(_BYTE_ORDER_MARK)
-    first_line, _, more_lines = data.strip().partition(b"\n")
-    try:
-        values = parse_json(first_line)
-    except ValueError:
-        return _over_lines(data)
-    if more_lines or _is_conversation(values):
-        return None
-    return values
-
-
-def _is_conversation(values: list[Any]) -> bool:
-    """Return whether a list holds the messages of one conversation instead of records."""
-    if not values or not isinstance(values[0], Mapping):
-        return False
-    return "role" in values[0] or "from" in values[0]
-
-
-def _over_lines(data: bytes) -> list[Any] | None:
-    """Return the values of a JSON list that spans several lines.
-
-    Returns None if the first line is invalid, or if the data is not UTF-8 or nested too deeply.
-    Raises ValueError, naming the line, if a later line is invalid.
-    """
-    try:
-        return parse_json(data)
-    except json.JSONDecodeError as broken:
-        if broken.lineno > 1:
-            raise
-    except ValueError:
-        pass  # not UTF-8, or nested too deeply
-    return None
+    return isinstance(value, list | tuple) and len(value) == 2

@@ -17,6 +17,8 @@ import numpy as np
 
 from nanochat.common import UserError, required_appendix, sha256_of
 from nanochat.data.conversation import Conversation, Task
+from nanochat.data.sources.listing import files_of
+from nanochat.data.sources.records import ENDINGS
 from nanochat.data.traits import traits
 from tasks import arc, gsm8k, humaneval, mmlu, smoltalk
 from tasks.arc import ARC
@@ -25,7 +27,7 @@ from tasks.customjson import CustomJSON
 from tasks.gsm8k import GSM8K
 from tasks.humaneval import HumanEval
 from tasks.mmlu import MMLU
-from tasks.preferences import read_pairs
+from tasks.preferences import Pair, read_pairs
 from tasks.problems import Problems
 from tasks.published import Published
 from tasks.smoltalk import SmolTalk
@@ -143,11 +145,13 @@ def mix(
     seed: int,
     custom: str | None = None,
     added: str | None = None,
+    skip_bad_lines: bool = False,
 ) -> Mix:
     """Return the conversations of a corpus for the stage mid or sft.
 
-    `custom` names a JSONL file of your own to use instead, and `added` names one to add. Raises
-    UserError if a file cannot be used, and UserError (exit code 2) if both are given.
+    `custom` names a file of your own to use instead, and `added` names one to add. Lines that
+    cannot be used are left out with `skip_bad_lines`. Raises UserError if a file cannot be used,
+    and UserError (exit code 2) if both are given.
     """
     if custom is not None and added is not None:
         raise UserError(
@@ -155,7 +159,7 @@ def mix(
             exit_code=2,
         )
     if custom is not None:
-        task = CustomJSON(custom)
+        task = CustomJSON(custom, skip_bad_lines=skip_bad_lines)
         if len(task) < 2:
             raise UserError(
                 f"{custom} must hold at least 2 conversations, since one is for validation, got "
@@ -167,7 +171,7 @@ def mix(
     make = stages.conversations[stage]
     key = f"{name} {stage} {seed} {_world().VERSION}"
     if added is not None:
-        yours = CustomJSON(added)
+        yours = CustomJSON(added, skip_bad_lines=skip_bad_lines)
         key = f"{key} + {_content(added)}{COPIES_TOGETHER}"
         return Mix(f"{stages.title} and {added}", key, lambda: WithYours(make(seed), yours, seed))
     if stage in stages.repeats:
@@ -220,27 +224,43 @@ class WithYours:
 # --- the conversations of your own files ---------------------------------------------------------
 
 
-def own_conversations(files: Sequence[str], held_out_every: int | None = None) -> Mix:
-    """Return the conversations in your own files, one file after the other.
+def own_conversations(
+    files: Sequence[str],
+    held_out_every: int | None = None,
+    skip_bad_lines: bool = False,
+) -> Mix:
+    """Return the conversations in your own files for a published model, one file after the other.
 
     In `files`, FILE:2 takes the conversations of a file twice, and FILE:0.5 takes every second one.
     If none is taken twice, one in `held_out_every` is held out, or a share that suits their number
     if that is None. Raises UserError, naming the file, the line and the rule, if a file cannot be
     read.
     """
-    name, key, conversations = _read_weighted(files, CustomJSON, "conversations", held_out_every)
+
+    def read(file: str) -> CustomJSON:
+        return CustomJSON(file, own_format=False, skip_bad_lines=skip_bad_lines)
+
+    name, key, conversations = _read_weighted(files, read, "conversations", held_out_every)
     digest = sha256(key.encode()).hexdigest()
     every = conversations.held_out_every
     return Mix(name, digest, lambda: conversations, held_out_every=every)
 
 
-def own_pairs(files: Sequence[str], held_out_every: int | None = None) -> Mix:
+def own_pairs(
+    files: Sequence[str],
+    held_out_every: int | None = None,
+    skip_bad_lines: bool = False,
+) -> Mix:
     """Return the pairs of answers in your own files as conversations.
 
     Each pair gives two conversations, first the one with the preferred answer. Weights,
     `held_out_every` and errors are as in own_conversations().
     """
-    name, key, pairs = _read_weighted(files, read_pairs, "pairs", held_out_every)
+
+    def read(file: str) -> list[Pair]:
+        return read_pairs(file, skip_bad_lines)
+
+    name, key, pairs = _read_weighted(files, read, "pairs", held_out_every)
     digest = sha256(f"pairs {key}".encode()).hexdigest()
     numbers = np.stack([2 * pairs.numbers, 2 * pairs.numbers + 1], axis=1).reshape(-1)
     answers = Numbered([answer for pair in pairs.items for answer in pair], numbers)
@@ -274,8 +294,8 @@ def _read_weighted(
     keys = []
     for file in files:
         path, weight = _split_weight(file)
-        content = _content(path)
         file_items = read_records(path)
+        content = _content(path)
         for i in range(max(int(len(file_items) * weight), 1)):
             number = int(i / weight) % len(file_items)
             items.append(file_items[number])
@@ -323,14 +343,17 @@ def _split_weight(file: str) -> tuple[str, float]:
 
 
 def _content(file: str) -> str:
-    """Return a key for a file's content and how it is read.
+    """Return a key for the content of a file, folder or pattern and how it is read.
 
-    If the file has JSON keys that older versions ignored, the key differs from the one that they
+    If a file has JSON keys that older versions ignored, the key differs from the one that they
     made, so that the file is tokenised again.
     """
-    path = Path(file).expanduser()
-    reads_keys = re.search(rb'"(system|weight|loss)"\s*:', path.read_bytes())
-    return sha256_of(path) + (" with its system messages and weights" if reads_keys else "")
+    contents = []
+    for path in files_of(file, ENDINGS, say=False):
+        reads_keys = re.search(rb'"(system|weight|loss)"\s*:', path.read_bytes())
+        suffix = " with its system messages and weights" if reads_keys else ""
+        contents.append(sha256_of(path) + suffix)
+    return " and ".join(contents)
 
 
 # --- the problems of RL --------------------------------------------------------------------------

@@ -5,25 +5,47 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nanochat.common import UserError, warn
 from nanochat.data.conversation import Conversation
-from tasks.common import read_messages
-from tasks.customjson import alpaca_turns, first_keys, plain_turns, read_file, with_system
-from tasks.record_keys import check_record
+from tasks.customjson import first_keys, message_list, question_turns, with_system
+from tasks.messages import CALL, ROLES, read_messages, with_options
+from tasks.record_files import read_file
+from tasks.record_keys import EMPTY, check_record
 
 # The conversations with the preferred and with the rejected answer.
 Pair = tuple[Conversation, Conversation]
 _SHAPE = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
 _ALPACA = ("instruction", "question", "query")
 _TURNS = ("conversations", "conversation", "messages")
+_BESIDE = ("system", "system_prompt", "tools", "functions", "chat_template_kwargs")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 
-def read_pairs(filepath: str) -> list[Pair]:
+def read_pairs(filepath: str, skip_bad_lines: bool = False) -> list[Pair]:
     """Return the pairs of answers in a file, in any layout that read_pair() knows.
 
-    Raises UserError as read_file() does.
+    Pairs whose two answers are equal prefer nothing: they are left out with a warning. Raises
+    UserError as read_file() does, and if all pairs are equal.
     """
-    return read_file(filepath, read_pair, "pair of answers", _SHAPE)
+    pairs: list[Pair] = []
+    equal: list[str] = []
+    records = read_file(filepath, read_pair, "pair of answers", _SHAPE, skip_bad_lines)
+    for place, (chosen, rejected) in records:
+        if chosen.messages == rejected.messages:
+            equal.append(place)
+        else:
+            pairs.append((replace(chosen, origin=place), replace(rejected, origin=place)))
+    if not pairs:
+        raise UserError(
+            f"{filepath}: chosen and rejected are equal in all {len(equal):,} pairs, so nothing is "
+            "preferred; give answers that differ"
+        )
+    if equal:
+        warn(
+            f"{filepath}: {len(equal):,} pairs with equal answers are left out, the first of them "
+            f"in {equal[0].rpartition(', ')[2]}"
+        )
+    return pairs
 
 
 def read_pair(value: Any) -> Pair:
@@ -51,14 +73,21 @@ def read_pair(value: Any) -> Pair:
             'a pair of answers needs the keys "chosen" and "rejected"; it has the keys '
             f"{first_keys(value)}"
         )
-    chosen_conversation = _read("chosen", with_system(value, chosen))
-    rejected_conversation = _read("rejected", with_system(value, rejected))
+    chosen_conversation = _read("chosen", value, chosen)
+    rejected_conversation = _read("rejected", value, rejected)
     return _pair(chosen_conversation, rejected_conversation)
 
 
-def _read(name: str, messages: Any) -> Conversation:
+def _read(
+    name: str,
+    value: Mapping[str, Any],
+    messages: Any,
+) -> Conversation:
     try:
-        return read_messages(messages)
+        conversation = read_messages(with_system(value, messages))
+        if conversation.messages[-1].role != "assistant":
+            raise ValueError("a conversation of a pair must end with a message of role 'assistant'")
+        return with_options(conversation, value)
     except ValueError as broken:
         raise ValueError(f"{name}: {broken}") from broken
 
@@ -71,12 +100,12 @@ def _pair(chosen: Conversation, rejected: Conversation) -> Pair:
     """
     if not (chosen.messages[-1].trained and rejected.messages[-1].trained):
         raise ValueError(
-            "both answers of a pair are compared, so neither may have weight 0 or loss false"
+            "both answers of a pair are compared, so neither may be left out of training"
         )
     prompt_turns = _shared_beginning(chosen.messages[:-1], rejected.messages[:-1])
     if not any(message.role == "user" for message in chosen.messages[:prompt_turns]):
         raise ValueError(
-            "chosen and rejected must answer the same question, and their first questions differ"
+            "chosen and rejected must answer the same question of the user, and they share none"
         )
     return (
         replace(chosen, prompt_turns=prompt_turns),
@@ -96,17 +125,18 @@ def _shared_beginning(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def _swift_messages(value: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    check_record(value, ("messages", "system", "rejected_response", "rejected_messages"))
-    chosen = list(plain_turns(value["messages"]))
-    rejected = value.get("rejected_messages")
-    if not rejected:
+    keys = ("messages", *_BESIDE, "rejected_response", "rejected_messages")
+    check_record(value, keys, pairs=True)
+    chosen = _messages(value["messages"])
+    rejected = message_list(value.get("rejected_messages"))
+    if rejected in EMPTY:
         rejected = [*chosen[:-1], *_messages(value.get("rejected_response"))]
     return chosen, rejected
 
 
 def _chosen_and_rejected(value: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    keys = ("prompt", *_TURNS, *_ALPACA, "input", "history", "system", "chosen", "rejected")
-    check_record(value, keys)
+    keys = ("prompt", *_TURNS, *_ALPACA, "input", "history", *_BESIDE, "chosen", "rejected")
+    check_record(value, keys, pairs=True)
     before, chosen, rejected = _split(value)
     return _continue(before, chosen), _continue(before, rejected)
 
@@ -153,18 +183,24 @@ def _messages_before(value: Mapping[str, Any]) -> list[Any] | None:
             break
     for name in _ALPACA:
         if name in value:
-            return list(alpaca_turns(value, name))
+            return question_turns(value, name)
     return None
 
 
 def _messages(content: Any, role: str = "assistant") -> list[Any]:
     """Return the messages in a text, in a single message, or in a list of messages.
 
-    A text becomes one message with the given role.
+    A text becomes one message with the given role, unless it is such a list as JSON text. Raises
+    ValueError for anything else.
     """
-    if isinstance(content, str):
+    if isinstance(content, str) and not content.startswith("[{"):
         return [{"role": role, "content": content}]
-    return list(plain_turns([content] if isinstance(content, Mapping) else content))
+    messages = message_list(content)
+    if isinstance(messages, Mapping):
+        return [messages]
+    if not isinstance(messages, list):
+        raise ValueError(f"a conversation is a list of messages, got {type(messages).__name__}")
+    return messages
 
 
 def _transcript(text: str) -> list[dict[str, str]]:
@@ -183,5 +219,7 @@ def _first_role(messages: list[Any]) -> Any:
     read_messages() later refuses what is not a message.
     """
     if messages and isinstance(messages[0], Mapping):
-        return messages[0].get("role")
+        role = messages[0].get("role", messages[0].get("from"))
+        is_answer = role in ROLES and ROLES[role] in ("assistant", CALL)
+        return "assistant" if is_answer else role
     return None

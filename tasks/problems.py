@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanochat.data.conversation import Conversation
-from tasks.common import final_number, read_messages
-from tasks.customjson import first_keys, read_file, with_system
+from tasks.common import final_number
+from tasks.customjson import first_keys, with_system
+from tasks.messages import read_alternating
+from tasks.record_files import read_file
 
 _SHAPE = '{"question": "...", "answer": "42"}'
 _QUESTIONS = ("question", "problem", "prompt", "instruction", "query", "messages")
@@ -38,7 +40,8 @@ class Problems:
 
     def __init__(self, filepath: str | Path):
         self.name = Path(filepath).expanduser().stem
-        self._problems = read_file(filepath, read_problem, "problem", _SHAPE)
+        records = read_file(filepath, read_problem, "problem", _SHAPE)
+        self._problems = [problem for _, problem in records]
 
     def __len__(self) -> int:
         return len(self._problems)
@@ -124,7 +127,7 @@ def read_problem(value: Any) -> Problem:
         question = question[:-1]
     turns = with_system(value, question)
     reference = {"role": "assistant", "content": answers[0]}
-    return Problem(read_messages([*turns, reference]), answers)
+    return Problem(read_alternating([*turns, reference]), answers)
 
 
 def _answers(value: Mapping[str, Any]) -> tuple[str, ...]:

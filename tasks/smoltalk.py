@@ -7,7 +7,8 @@ from pathlib import Path
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Conversation
-from tasks.common import Ungraded, one_of, read_messages
+from tasks.common import Ungraded, one_of
+from tasks.messages import read_alternating
 from tasks.published import Published, load_table
 
 
@@ -36,7 +37,7 @@ class SmolTalk(Ungraded):
         if messages and messages[-1]["role"] == "user":
             messages = messages[:-1]
         try:
-            return read_messages(messages)
+            return read_alternating(messages)
         except ValueError as broken:
             raise UserError(
                 f"{self._table.source}: conversation {i}: {broken}. Copy or fix the file."

@@ -1,10 +1,10 @@
 """Conversations, and the protocol of a task that asks questions and grades replies."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 Kind = Literal["text", "python", "python_output"]
 
 
@@ -20,8 +20,8 @@ class Part:
 class Message:
     """One turn of a conversation.
 
-    User and system turns hold one text part; assistant turns may also hold calculator calls and
-    their outputs.
+    User, system and tool turns hold one text part; assistant turns may also hold calculator calls
+    and their outputs. A tool turn is the result of a function that the assistant called.
     """
 
     role: Role
@@ -29,6 +29,9 @@ class Message:
     # Whether the assistant is trained to write this turn. It is not part of the text, so the repr
     # leaves it out.
     trained: bool = field(default=True, repr=False)
+    # What only the chat template of a published model can write: tool_calls and reasoning_content
+    # of the assistant, name and tool_call_id of a tool.
+    fields: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
 
     @property
     def text(self) -> str:
@@ -38,18 +41,34 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation: an optional system turn, then alternating user and assistant turns."""
+    """A conversation: an optional system turn, then alternating user and assistant turns.
+
+    Conversations for the chat template of a published model may have their turns in another order.
+    """
 
     messages: tuple[Message, ...]
     # The number of turns at the beginning that the assistant is not trained to write. The repr
     # leaves it out, so task names that are made from the repr do not depend on it.
     prompt_turns: int = field(default=0, repr=False)
+    # Variables of the chat template of a published model, such as tools.
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+    # Where the conversation was read, such as "chats.jsonl, line 3", for error messages.
+    origin: str = field(default="", repr=False, compare=False)
+
+    @property
+    def needs_template(self) -> bool:
+        """Whether only the chat template of a published model can write the conversation.
+
+        That is so if it has tools, calls, results of tools, reasoning or other template variables.
+        """
+        has_fields = any(turn.fields or turn.role == "tool" for turn in self.messages)
+        return bool(self.options) or has_fields
 
     @property
     def prompt(self) -> "Conversation":
         """The conversation without its last turn if that is the assistant's, else all of it."""
         if self.messages[-1].role == "assistant":
-            return Conversation(self.messages[:-1])
+            return replace(self, messages=self.messages[:-1], prompt_turns=0)
         return self
 
 

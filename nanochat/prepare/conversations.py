@@ -74,7 +74,7 @@ def prepare_conversations(
 
     def rendered() -> Iterator[Rendered]:
         items = conversations() if callable(conversations) else conversations
-        return map(tokenizer.render, items)
+        return (_rendered(conversation, tokenizer) for conversation in items)
 
     return prepare_rendered(folder, rendered, tokenizer, key)
 
@@ -157,6 +157,16 @@ def _write(
         )
     meta = {**identity, "dtype": dtype, "border": tokenizer.border, "parts": [entry]}
     write_json(folder / META, meta)
+
+
+def _rendered(conversation: Conversation, tokenizer: Tokenizer) -> Rendered:
+    """Return a conversation as tokens. Raises UserError, naming where it was read, if it fails."""
+    try:
+        return tokenizer.render(conversation)
+    except UserError as failure:
+        if not conversation.origin:
+            raise
+        raise UserError(f"{conversation.origin}: {failure}") from failure
 
 
 def _batches(rendered: Iterable[Rendered]) -> Iterator[list[Rendered]]:

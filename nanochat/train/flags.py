@@ -7,7 +7,6 @@ another value.
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from nanochat import schedule
@@ -16,6 +15,7 @@ from nanochat.common import Free as Free
 from nanochat.common import Rare as Rare
 from nanochat.common import UserError, log, tr, values_of, warn
 from nanochat.data.mixing import resolve_data
+from nanochat.data.sources.listing import name_of
 from nanochat.dataloader import Source, blend, split_rows
 from nanochat.platforms.operations import KernelChoice, Matmul
 from nanochat.runtime.parallel import Sharding
@@ -271,10 +271,14 @@ class ChatFlags:
     """The flags for the data of a stage that learns from conversations."""
 
     conversations: str | None = None
-    """JSONL file of your own conversations, used instead of the corpus's mixture"""
+    """file, folder or pattern of your own conversations, used instead of the corpus's mixture.
+    Files are JSONL, JSON, CSV or parquet"""
     mix: str | None = None
-    """JSONL file of your own conversations, added to the corpus's mixture.
+    """the same, added to the corpus's mixture.
     They are repeated until one conversation in ten is yours"""
+    skip_bad_lines: Rare[bool] = False
+    """leave out the lines of your file that cannot be used, and say how many they are.
+    By default such a file is refused"""
     documents_every: int | Auto = "auto"
     """take every n-th row from the base corpus, and train all of its tokens, so that the model does not forget it;
     0: none. auto: for TinyWorld 4 in midtraining, and 8 in fine-tuning on its own conversations; else 0"""
@@ -328,5 +332,5 @@ def named_after(tag: str, file: str | None) -> str:
     """
     if file is None:
         return tag
-    name = re.sub(r"[^\w.-]+", "-", Path(file).stem).strip("-.")
+    name = re.sub(r"[^\w.-]+", "-", name_of(file)).strip("-.")
     return tag if tag.endswith(f"-{name}") else f"{tag}-{name}"

@@ -310,3 +310,9 @@ def test_the_command_prepares_both_splits_and_verifies_them(capsys):
     path.write_bytes(content)
     with pytest.raises(UserError, match="its SHA-256 is not"):
         main(Config(verify=True))
+
+
+def test_a_conversation_that_cannot_be_rendered_is_named_with_its_line(tmp_path):
+    calls = Conversation((user("hi"), assistant("ok")), options={"tools": []}, origin="chats.jsonl, line 7")
+    with pytest.raises(UserError, match=r"chats.jsonl, line 7: .*calculator"):
+        prepare_conversations(tmp_path / "t", [*CHATS, calls], TOKENIZER, "k")

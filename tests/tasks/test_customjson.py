@@ -8,8 +8,8 @@ import pytest
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, assistant, chat, system, user
-from tasks.common import read_messages
 from tasks.customjson import CustomJSON, read_record
+from tasks.messages import read_messages
 from tests.support.tiny_model import tiny_tokenizer
 
 GOOD = [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "你好！"}]
@@ -28,22 +28,25 @@ def test_own_conversations_in_both_shapes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "rule"),
     [
-        (b"{", "line 2: Expecting property name"),
-        (b"\xff\xfe", "line 2: 'utf-8' codec can't decode"),
+        (b"{", "line 2: this is not JSON"),
+        (b"\xff\xfe", "line 2: bytes that are not UTF-8"),
         (b"5", "a list of messages or an object, got int"),
         (b"{}", "it has the keys none"),
         (b'{"text": "a", "id": 3}', "it has the keys text, id"),
         (b'{"conversations": 5}', "a list of messages, got int"),
-        (b'{"conversations": [{"from": "tool", "value": "a"}]}', "message 1 is \"from\" 'tool'; known are human"),
-        (b'{"conversations": [{"from": ["gpt"], "value": "a"}]}', "message 1 is \"from\" ['gpt']; known are human"),
+        (b'{"conversations": [{"from": "elf", "value": "a"}]}', "message 1 has \"from\" 'elf'; known are system"),
+        (b'{"conversations": [{"from": ["gpt"], "value": "a"}]}', "message 1 has \"from\" ['gpt']; known are system"),
         (b'{"instruction": ["a"], "output": "b"}', '"instruction" and "input" must be texts'),
         (b'{"instruction": "a", "output": "b", "history": ["x"]}', '"history" must be a list of [question, answer]'),
-        (b"[]", "must end with a message of role 'assistant'"),
-        (b'[{"role": "user", "content": "a"}]', "must end with a message of role 'assistant'"),
+        (b"[]", "needs a message of role 'assistant'"),
+        (b'[{"role": "user", "content": "a"}]', "needs a message of role 'assistant'"),
         (b'[{"role": "user"}]', 'message 1 must be an object with "role" and "content"'),
         (b'["a"]', "message 1 must be an object"),
         (b'[{"role": "assistant", "content": "a"}]', "message 1 must have role 'user'"),
-        (b'[{"role": "user", "content": "a"}, {"role": "system", "content": "a"}]', "message 2 must have"),
+        (
+            b'[{"role": "user", "content": "a"}, {"role": "system", "content": "a"}, {"role": "assistant", "content": "a"}]',
+            "message 2 must have",
+        ),
         (b'[{"role": "user", "content": 5}, {"role": "assistant", "content": "a"}]', "content of message 1"),
         (b'[{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]', "content of message 2"),
     ],
@@ -94,7 +97,7 @@ def test_system_words_history_and_input_are_turns() -> None:
 def test_a_mistake_in_a_list_over_several_lines_is_named_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text('[\n {"instruction": "a", "output": "b"}\n {"instruction": "a"}\n]')
-    with pytest.raises(UserError, match=r"mine.json, Expecting ',' delimiter: line 3"):
+    with pytest.raises(UserError, match=r"mine.json, line 3: this is not JSON: Expecting ',' delimiter"):
         CustomJSON(path)
     path.write_text('[\n {"instruction": "a", "output": "b"},\n {"instruction": "a"}\n]')
     with pytest.raises(UserError, match=r"mine.json, item 2: .* it has the keys instruction"):
@@ -155,13 +158,26 @@ def test_an_answer_of_weight_0_or_without_loss_is_not_trained(switch: dict[str, 
         ({"messages": [{**TURNS[0], "weight": 1}, TURNS[1]]}, "weight"),
         ({"messages": TURNS, "weight": 0.5}, "weight"),
         ({"messages": TURNS, "label": False}, "label"),
-        ({"messages": [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]}, "tool_calls"),
+        (
+            {
+                "messages": [
+                    TURNS[0],
+                    {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]},
+                ]
+            },
+            "tool_calls",
+        ),
         ({"conversations": TURNS, "tools": '[{"name": "get_time"}]'}, "tools"),
         ({"instruction": "2+2?", "output": "4", "context": "Use base 3."}, "context"),
         ({"messages": turns("2+2?", "4", reasoning_content="two and two make four")}, "reasoning_content"),
-        ({"messages": TURNS, "system_prompt": "You are Pip."}, "system_prompt"),
+        ({"messages": TURNS, "system": "You are Rex.", "system_prompt": "You are Pip."}, "system_prompt"),
+        ({"messages": TURNS, "loss": False}, "loss"),
         ({"messages": TURNS, "knowledge": ["Pip is a parrot."]}, "knowledge"),
         ({"messages": turns("2+2?", "4", train=False)}, "train"),
+        (
+            {"messages": turns("2+2?", "4", train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}])},
+            "train_detail",
+        ),
     ],
 )
 def test_a_key_that_cannot_be_honoured_is_refused_with_its_line(tmp_path: Path, record: Any, key: str) -> None:

@@ -79,11 +79,11 @@ def test_every_layout_gives_the_same_pair(layout: str) -> None:
         ({"prompt": "a", "chosen": "b"}, 'needs the keys "chosen" and "rejected"; it has the keys prompt, chosen'),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected: the content of message 2 must be a text"),
         ({"prompt": "a", "chosen": 5, "rejected": "b"}, "a conversation is a list of messages, got int"),
-        ({"prompt": [NO], "chosen": [YES], "rejected": [NO]}, "chosen: message 1 must have role 'user'"),
+        ({"prompt": [NO], "chosen": [YES], "rejected": [NO]}, "must answer the same question of the user"),
         ({"chosen": "yes", "rejected": "no"}, 'there is no "prompt", and chosen and rejected do not begin'),
         ({"chosen": [ASKED, YES], "rejected": [BEFORE, NO]}, "must answer the same question"),
         ({"messages": [ASKED, YES], "rejected_response": None}, "a conversation is a list of messages, got NoneType"),
-        ({"conversations": [{"from": "x", "value": ""}], "chosen": "a", "rejected": "b"}, "message 1 is \"from\" 'x'"),
+        ({"conversations": [{"from": "x", "value": ""}], "chosen": "a", "rejected": "b"}, "message 1 has \"from\" 'x'"),
     ],
 )
 def test_a_record_that_is_no_pair_is_refused_with_file_line_and_rule(tmp_path: Path, value: Any, rule: str) -> None:
@@ -125,3 +125,22 @@ def test_our_own_tokenizer_trains_the_answers_alone(layout: str) -> None:
         assert rendered.ids == tokenizer.render(Conversation(one.messages)).ids
         trained = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
         assert trained == [*tokenizer.encode(one.messages[-1].text), tokenizer.special("assistant_end")]
+
+
+def test_pairs_with_equal_answers_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.jsonl"
+    equal = {"prompt": "is it?", "chosen": "yes", "rejected": "yes"}
+    path.write_text("\n".join(json.dumps(one) for one in (LAYOUTS["TRL, texts"][0], equal, equal)))
+    assert read_pairs(str(path)) == [ALONE]
+    assert "2 pairs with equal answers" in capsys.readouterr().err
+    path.write_text(json.dumps(equal))
+    with pytest.raises(UserError, match="all 1 pairs"):
+        read_pairs(str(path))
+
+
+def test_bad_pairs_may_be_left_out_and_tools_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    with_tools = {**LAYOUTS["TRL, texts"][0], "tools": [{"name": "get_time"}]}
+    path.write_text(f'{{"prompt": \n{json.dumps(with_tools)}\n')
+    (pair_read,) = read_pairs(str(path), skip_bad_lines=True)
+    assert [one.options["tools"][0]["function"]["name"] for one in pair_read] == ["get_time"] * 2

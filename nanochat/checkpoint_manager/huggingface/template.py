@@ -17,7 +17,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-Messages = Sequence[Mapping[str, str]]  # each with a role and a content
+Messages = Sequence[Mapping[str, Any]]  # each with a role and a content
 
 
 def chatml(messages: Messages, reply: bool) -> str:

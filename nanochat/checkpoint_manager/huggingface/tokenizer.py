@@ -3,6 +3,7 @@
 It reads tokenizer.json and the chat template, which turns conversations into text.
 """
 
+import json
 import math
 import re
 import reprlib
@@ -10,10 +11,12 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from nanochat.checkpoint_manager.huggingface import answers
 from nanochat.checkpoint_manager.huggingface.folders import refuse_pointer
 from nanochat.checkpoint_manager.huggingface.generation import sampling_defaults
 from nanochat.checkpoint_manager.huggingface.quantised import drop_setting
@@ -318,13 +321,45 @@ class FolderTokenizer:
         """Whether the chat template tells the model which functions it may call."""
         if self.template is None:
             return False
-        function = {"name": "a_tool", "parameters": {"type": "object"}, "description": ""}
-        tools = [{"type": "function", "function": function}]
         try:
-            text = self.template.render([_message("user", "Q")], True, tools=tools)
+            text = self.template.render([_message("user", "Q")], True, tools=[answers.PROBE_TOOL])
         except UserError:
             return False
         return "a_tool" in text
+
+    @cached_property
+    def takes_calls(self) -> bool:
+        """Whether the chat template writes calls of functions and their results."""
+        call = {"type": "function", "function": {"name": "a_tool", "arguments": {}}}
+        messages = [
+            _message("user", "Q"),
+            {**_message("assistant", ""), "tool_calls": [call]},
+            _message("tool", "a_result"),
+        ]
+        try:
+            text = self._text(messages, reply=True)
+        except UserError:
+            return False
+        return "a_tool" in text and "a_result" in text
+
+    @cached_property
+    def takes_reasoning(self) -> bool:
+        """Whether the chat template writes the reasoning of the last reply."""
+        reply = {
+            "role": "assistant",
+            "content": "A",
+            **dict.fromkeys(answers.REASONING, "a_reason"),
+        }
+        try:
+            return "a_reason" in self._text([_message("user", "Q"), reply], reply=False)
+        except UserError:
+            return False
+
+    @cached_property
+    def _opening(self) -> str:
+        """What the chat template writes before a reply, such as <|im_start|>assistant."""
+        question = [_message("user", "Q")]
+        return self._text(question, reply=True).removeprefix(self._text(question, reply=False))
 
     # --- text ------------------------------------------------------------------------------------
 
@@ -434,9 +469,11 @@ class FolderTokenizer:
 
     # --- conversations ---------------------------------------------------------------------------
 
-    def _text(self, messages: Messages, reply: bool) -> str:
+    def _text(self, messages: Messages, reply: bool, **options: Any) -> str:
         """Return messages as text in the format of the chat template or, without one, in ChatML."""
-        return self.template.render(messages, reply) if self.template else chatml(messages, reply)
+        if self.template is None:
+            return chatml(messages, reply)
+        return self.template.render(messages, reply, **options)
 
     @cached_property
     def _replaced(self) -> list[str]:
@@ -482,10 +519,13 @@ class FolderTokenizer:
     def render(self, conversation: Conversation) -> Rendered:
         """Return a whole conversation as tokens, with a mask of the tokens to train on.
 
-        These are the assistant's words and the special token that ends its turn, except in the
-        first `prompt_turns` turns and in turns with `trained=False`. Raises UserError if the
-        template refuses the conversation, or leaves out all words to train on.
+        These are the assistant's words, calls and reasoning and the special token that ends its
+        turn, except in the first `prompt_turns` turns and in turns with `trained=False`. Raises
+        UserError if the template refuses the conversation or cannot write it, or leaves out all
+        words to train on.
         """
+        if conversation.needs_template:
+            return self._render_with_calls(conversation)
         messages = []
         has_trained_turn = False
         for number, message in enumerate(conversation.messages):
@@ -514,6 +554,64 @@ class FolderTokenizer:
             )
         return Rendered(ids, mask)
 
+    def _render_with_calls(self, conversation: Conversation) -> Rendered:
+        """Return what render() does, for a conversation with calls, reasoning or options."""
+        self._check_template(conversation)
+        options = answers.safe_options(conversation.options, self._safe)
+        marked = []
+        for number, turn in enumerate(conversation.messages):
+            is_trained = turn.role == "assistant" and turn.trained
+            index = number if is_trained and number >= conversation.prompt_turns else None
+            marked.append(answers.template_message(turn, self._safe, index))
+        plain = json.loads(answers.without_marks(json.dumps(marked, ensure_ascii=False)))
+        text = self._text(plain, reply=False, **options)
+        marked_text = self._text(marked, reply=False, **options)
+        if answers.without_marks(marked_text) != text:
+            raise UserError(
+                f"the chat template in {self.folder} rewrites what the assistant says, so nobody "
+                "knows what to train; use another template"
+            )
+        stops = [text for text, token in self._specials.items() if token in self.stops]
+        spans = answers.spans(marked_text, conversation.messages, self._opening, stops)
+        if marked != plain and not spans:
+            raise UserError(
+                f"the chat template in {self.folder} leaves out what the assistant says. Remove it"
+            )
+        ids: list[int] = []
+        mask: list[int] = []
+        position = 0
+        for span in [*spans, answers.Span(len(text), len(text))]:
+            for start, end, trained in (
+                (position, span.start, 0),
+                (span.start, span.end, 1),
+            ):
+                for piece, is_mark in self._pieces(text[start:end]):
+                    tokens = self._piece_tokens(piece, is_mark)
+                    ids += tokens
+                    mask += [trained] * len(tokens)
+            position = span.end
+        return Rendered(ids, mask)
+
+    def _check_template(self, conversation: Conversation) -> None:
+        """Raise UserError if the chat template has no place for what a conversation holds."""
+        asked_for = set(conversation.options)
+        for message in conversation.messages:
+            asked_for |= {"tool results"} if message.role == "tool" else set(message.fields)
+        source = self.template_source or ""
+        known = {key for key in conversation.options if key != "tools" and key in source}
+        if self.takes_tools:
+            known.add("tools")
+        if self.takes_calls:
+            known |= {"tool_calls", "tool results"}
+        if self.takes_reasoning:
+            known.add("reasoning_content")
+        unknown = sorted(asked_for - known)
+        if unknown:
+            raise UserError(
+                f"the chat template in {self.folder} does not write {unknown[0]!r}. Leave such "
+                "records out, or fine-tune a model whose template writes them"
+            )
+
     def render_prompt(self, conversation: Conversation) -> list[int]:
         """Return the prompt of a conversation as tokens.
 
@@ -525,7 +623,7 @@ class FolderTokenizer:
         if len(turns) > 1 and turns[0].role == "system" and not self.takes_system:
             merged = user(f"{turns[0].text}\n\n{turns[1].text}")
             turns = (merged, *turns[2:])
-        return self._prompt(turns)
+        return self._prompt(turns, conversation.options)
 
     def render_as_sent(self, conversation: Conversation) -> list[int] | None:
         """Return the tokens of a prompt with all turns of a conversation, in any order of roles.
@@ -545,10 +643,15 @@ class FolderTokenizer:
         except UserError:
             return None
 
-    def _prompt(self, turns: Sequence[Message]) -> list[int]:
-        messages = [_message(turn.role, self._safe(turn.text)) for turn in turns]
+    def _prompt(
+        self,
+        turns: Sequence[Message],
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
+        messages = [answers.template_message(turn, self._safe) for turn in turns]
+        variables = answers.safe_options(options, self._safe)
         ids: list[int] = []
-        for piece, is_mark in self._pieces(self._text(messages, reply=True)):
+        for piece, is_mark in self._pieces(self._text(messages, reply=True, **variables)):
             ids += self._piece_tokens(piece, is_mark)
         return ids
 

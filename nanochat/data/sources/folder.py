@@ -11,6 +11,7 @@ from nanochat.common import UserError, base_dir, log, required_appendix, tr, vis
 from nanochat.data.corpora import DROPPED, MAKE_TINYWORLD, Corpus
 from nanochat.data.shards import read_about, write_shards
 from nanochat.data.sources.fetch import Bar, Bars
+from nanochat.data.sources.listing import ending, files_of
 from nanochat.data.sources.published import SOURCES
 from nanochat.data.sources.textfiles import READERS, documents
 
@@ -73,13 +74,15 @@ def import_folder(
     text_column: str = "text",
     bars: Bars = quiet,
     make: str | None = None,
+    skip_bad_lines: bool = False,
 ) -> Corpus:
-    """Make a corpus from a .parquet, .jsonl, .txt or .md file or a folder of them, and return it.
+    """Make a corpus from a file of one of the types in READERS or a folder of them, and return it.
 
-    Subfolders are included, and files are read in order of path. Nothing is written if nothing has
+    Subfolders are included, hidden files are not, and files are read in order of path. Nothing is written if nothing has
     changed since an earlier import. A .txt or .md file is divided into documents at `<|endoftext|>`
     lines, and at the first blank line after more than 20,000 characters. `make` is the command that
-    makes the corpus again, by default the import command. Raises UserError (exit code 2) if there
+    makes the corpus again, by default the import command. `skip_bad_lines` leaves out lines that
+    are not JSON or not text. Raises UserError (exit code 2) if there
     is no file to import or the name, path or column cannot be used, and UserError if a file is
     damaged or there are fewer than two different documents.
     """
@@ -95,7 +98,7 @@ def import_folder(
             ),
             2,
         )
-    files = _readable_files(source)
+    files = files_of(str(source), READERS) if ending(source) in READERS or source.is_dir() else []
     if not files:
         raise UserError(
             tr(
@@ -110,6 +113,8 @@ def import_folder(
         make = f"python -m nanochat.dataset --data {quote(str(source))} --name {quote(name)}"
         if text_column != "text":
             make += f" --text_column {quote(text_column)}"
+        if skip_bad_lines:
+            make += " --skip_bad_lines"
     about = {
         "kind": "import",
         "make": make,
@@ -128,13 +133,7 @@ def import_folder(
             ),
             exit_code=2,
         )
-    return _write(corpus, documents(files, text_column), about, bars)
-
-
-def _readable_files(source: Path) -> list[Path]:
-    """Return the importable files among `source` and everything below it."""
-    paths = [source] if source.is_file() else sorted(source.rglob("*"))
-    return [path for path in paths if path.is_file() and path.suffix in READERS]
+    return _write(corpus, documents(files, text_column, skip_bad_lines), about, bars)
 
 
 def _fingerprint(files: list[Path]) -> str:

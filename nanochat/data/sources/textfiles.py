@@ -1,46 +1,100 @@
-"""Read documents from the user's own files: parquet, JSON lines and plain text."""
+"""Read documents from the user's own files: parquet, JSON, CSV and plain text."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import UserError, log, parse_json, tr
+from nanochat.common import UserError, log, tr, warn
 from nanochat.data.shards import read_column
+from nanochat.data.sources.encodings import lines, problem_of
+from nanochat.data.sources.listing import ending
+from nanochat.data.sources.records import BadLines, entries
 
 # The line between two documents in the .txt files of published data sets.
 END_OF_TEXT = "<|endoftext|>"
 LONG_TXT = 20_000  # characters; a longer .txt document is split at the next blank line
 
 
-def documents(files: list[Path], column: str) -> Iterator[str]:
+def documents(
+    files: list[Path],
+    column: str,
+    skip_bad_lines: bool = False,
+) -> Iterator[str]:
     """Yield the documents of a list of files, in order.
 
-    Documents without text are skipped, and their count is logged. Raises UserError if a file is
-    damaged or not valid Unicode, and UserError (exit code 2) if a parquet or JSON lines file has no
-    field `column` or holds anything but text and nulls there.
+    Documents without text are skipped, and their count is logged. Lines that are not JSON and texts
+    that are not valid Unicode are counted; `skip_bad_lines` leaves them out with a warning. Raises
+    UserError if a file is damaged or has such lines, and UserError (exit code 2) if a file of
+    records has no field `column` or holds anything but text and nulls there.
     """
     empty = 0
     for path in files:
-        for where, text in READERS[path.suffix](path, column):
-            if not text or text.isspace():
+        bad = BadLines()
+        for where, text in READERS[ending(path)](path, column):
+            if isinstance(text, Problem):
+                bad.add(where, text.reason)
+            elif not text or text.isspace():
                 empty += 1
-                continue
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise UserError(
-                    tr(
-                        "{where}: the text is not valid Unicode, it has half of a surrogate "
-                        "pair; remove that character and type the same command again",
-                        where=where,
-                    )
-                ) from None
-            yield text
+            elif has_surrogate(text):
+                bad.add(where, tr("the text is not valid Unicode, it has half of a surrogate pair"))
+            elif skip_bad_lines or not bad.count:  # after a mistake the rest is only counted
+                yield text
+        _report(path, bad, skip_bad_lines)
     if empty:
         log(tr("skipped {empty:,} documents without text", empty=empty))
+
+
+def _report(
+    path: Path,
+    bad: BadLines,
+    skip_bad_lines: bool,
+) -> None:
+    """Raise UserError about the bad lines of a file, or warn if they may be skipped."""
+    if not bad.count:
+        return
+    if skip_bad_lines:
+        warn(
+            tr(
+                "{path}: {count:,} lines cannot be used and are left out:\n  {bad}",
+                path=path,
+                count=bad.count,
+                bad=bad,
+            )
+        )
+        return
+    if bad.count == 1:
+        raise UserError(
+            tr("{bad}. Fix the line, or leave it out with --skip_bad_lines", bad=bad.first[0])
+        )
+    raise UserError(
+        tr(
+            "{path}: {count:,} lines cannot be used:\n  {bad}\nFix these lines, or leave them out "
+            "with --skip_bad_lines",
+            path=path,
+            count=bad.count,
+            bad=bad,
+        )
+    )
+
+
+def has_surrogate(text: str) -> bool:
+    """Return whether a text has half of a surrogate pair, so that it is not valid Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why there is no text at a place of a file."""
+
+    reason: str
 
 
 # --- one reader for each type: each yields where a document is, and its text -----------------
@@ -82,21 +136,13 @@ def _holds_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)
 
 
-def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, Any]]:
-    for number, line in _lines(path):
-        where = f"{path} line {number}"
-        if not line.strip():
+def _read_records(path: Path, column: str) -> Iterator[tuple[str, Any]]:
+    for entry in entries(path):
+        where = f"{path} {entry.place}"
+        record = entry.value
+        if entry.problem:
+            yield where, Problem(entry.problem)
             continue
-        try:
-            record = parse_json(line)
-        except ValueError as failure:
-            raise UserError(
-                tr(
-                    "{where} is not JSON: {failure}. Fix or remove the line.",
-                    where=where,
-                    failure=failure,
-                )
-            ) from failure
         if not isinstance(record, dict):
             raise _no_column(where, column, [])
         if column not in record:
@@ -109,46 +155,32 @@ def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, Any]]:
 
 
 def _read_txt(path: Path, column: str) -> Iterator[tuple[str, Any]]:
-    lines: list[str] = []
+    document: list[str] = []
     length = 0
     last_line = 0  # of the previous document
-    for number, line in _lines(path):
+    for number, line in lines(path):
+        problem = problem_of(line, path)
+        if problem:
+            yield f"{path} line {number}", Problem(problem)
+            continue
         is_blank = not line.strip()
         if line.strip() == END_OF_TEXT or (is_blank and length > LONG_TXT):
-            yield f"{path} line {last_line + 1}", "".join(lines).strip()
-            lines = []
+            yield f"{path} line {last_line + 1}", "".join(document).strip()
+            document = []
             length = 0
             last_line = number
         else:
-            lines.append(line)
+            document.append(line)
             length += len(line)
-    yield f"{path} line {last_line + 1}", "".join(lines).strip()
+    yield f"{path} line {last_line + 1}", "".join(document).strip()
 
 
-READERS = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".txt": _read_txt, ".md": _read_txt}
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the index (from 1) and the text of each line of a file.
-
-    Raises UserError if the file is not UTF-8.
-    """
-    number = 0
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                yield number, line
-    except UnicodeDecodeError as failure:
-        raise UserError(
-            tr(
-                "{path} is not UTF-8 after line {number}: {reason}. Convert the file, for "
-                "example with iconv -f GB18030 -t UTF-8 {name}",
-                path=path,
-                number=number,
-                reason=failure.reason,
-                name=path.name,
-            )
-        ) from failure
+READERS = {
+    ".parquet": _read_parquet,
+    **dict.fromkeys((".jsonl", ".json", ".csv"), _read_records),
+    **dict.fromkeys((".jsonl.gz", ".json.gz", ".csv.gz"), _read_records),
+    **dict.fromkeys((".txt", ".md", ".txt.gz", ".md.gz"), _read_txt),
+}
 
 
 def _no_column(

@@ -22,6 +22,7 @@ from nanochat.data.sources.download import (
 from nanochat.data.sources.fetch import Bars, network_hint
 from nanochat.data.sources.folder import check_name, import_folder
 from nanochat.data.sources.hub import hub_headers
+from nanochat.data.sources.listing import ending
 from nanochat.data.sources.textfiles import READERS
 
 # Characters of up to four bytes each: with the hash and the endings, a name may have 255 bytes.
@@ -103,8 +104,9 @@ def read_list(path: Path, folder: Path) -> list[Remote]:
                 2,
             )
         digest = hashlib.sha256(" ".join(words).encode()).hexdigest()[:8]
-        stem = Path(name).stem[:LONGEST_STEM]
-        local = folder / f"{stem}-{digest}{Path(name).suffix}"
+        suffix = ending(Path(name))
+        stem = name[: -len(suffix)][:LONGEST_STEM]
+        local = folder / f"{stem}-{digest}{suffix}"
         sha256 = words[1] if len(words) == 2 else None
         remotes[local] = Remote(words[0], local, sha256)
     if not remotes:
@@ -126,7 +128,7 @@ def _file_name(address: str) -> str:
 def _is_importable(name: str) -> bool:
     if name.startswith(".") or visible(name) != name:
         return False
-    return Path(name).suffix in READERS
+    return ending(Path(name)) in READERS
 
 
 def _is_sha256_or_nothing(words: list[str]) -> bool:
@@ -135,7 +137,7 @@ def _is_sha256_or_nothing(words: list[str]) -> bool:
 
 def _readable_files(folder: Path) -> list[Path]:
     """Return the files directly in a folder whose type can be imported."""
-    return [path for path in folder.glob("*") if path.suffix in READERS]
+    return [path for path in folder.glob("*") if ending(path) in READERS]
 
 
 def _use_existing_files(remotes: list[Remote], folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Reading your own files: where documents begin and end, and the messages for files that cannot be read."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from nanochat.common import UserError
 from nanochat.data.sources import textfiles
+from nanochat.data.sources.listing import files_of
 from nanochat.data.sources.textfiles import documents
 
 
@@ -41,22 +43,51 @@ def test_parquet_files_give_a_document_a_row(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"text": "x"}\n{"text": \n', r"a\.jsonl line 2 is not JSON"),
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', r"a\.jsonl line 2: this is not JSON"),
         (
             "a.jsonl",
             '{"body": "x", "n": 1}',
             r"a\.jsonl line 1 has no field 'text'; its fields: body, n\. .*--text_column",
         ),
-        ("a.jsonl", "[1]", r"line 1 has no field 'text'; its fields: none"),
+        ("a.jsonl", "[1]", r"line 1, item 1 has no field 'text'; its fields: none"),
         ("a.jsonl", '{"text": 5}', r"line 1: 'text' must be text, got int 5"),
         ("a.jsonl", '{"text": "a\\ud800"}', r"line 1: the text is not valid Unicode, it has half of a surrogate pair"),
-        ("a.txt", "好\n".encode() + "中文".encode("gb18030"), r"a\.txt is not UTF-8 .*iconv -f GB18030"),
+        ("a.txt", "中文\n这是一个文件".encode("gb18030"), r"a\.txt is not UTF-8 .*iconv -f GB18030"),
+        ("a.txt", "好\n".encode() + "中文".encode("gb18030"), r"a\.txt line 2: bytes that are not UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}')[:-9], r"a\.jsonl\.gz is damaged"),
+        ("a.csv", "text\nx\ny,z\n", r"a\.csv line 3: it needs 1 cells"),
         ("a.parquet", b"PAR1 nonsense", r"a\.parquet cannot be read"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name, content, message):
     with pytest.raises(UserError, match=message):
         read(tmp_path / name, content)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n')),
+        ("a.json", json.dumps([{"text": "one"}, {"text": "two"}], indent=1)),
+        ("a.JSON", json.dumps({"data": [{"text": "one"}, {"text": "two"}]})),
+        ("a.csv", "id,text\n1,one\n2,two\n"),
+        ("a.TXT", "one\n<|endoftext|>\ntwo\n"),
+        ("a.txt.gz", gzip.compress(b"one\n<|endoftext|>\ntwo\n")),
+        ("a.txt", "one\n<|endoftext|>\ntwo\n".encode("utf-16")),
+    ],
+)
+def test_texts_are_read_from_every_usual_form(tmp_path, name, content):
+    assert read(tmp_path / name, content) == ["one", "two"]
+
+
+def test_all_bad_lines_are_counted_and_may_be_left_out(tmp_path, capsys):
+    content = b'{"text": "one"}\n' + b"{\n" * 8 + b'{"text": "a\\ud800"}\n\xff\n{"text": "two"}\n'
+    with pytest.raises(UserError, match="10 lines") as refused:
+        read(tmp_path / "a.jsonl", content)
+    shown = str(refused.value)
+    assert "line 2" in shown and "5 more" in shown and "--skip_bad_lines" in shown
+    assert list(documents([tmp_path / "a.jsonl"], "text", skip_bad_lines=True)) == ["one", "two"]
+    assert "10 lines" in capsys.readouterr().err
 
 
 def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path):
@@ -80,3 +111,12 @@ def test_a_column_that_holds_no_text_is_named_with_those_that_do(tmp_path, colum
     assert refused.value.exit_code == 2 and "--text_column" in text
     assert all(word in text for word in (str(path), f"'{column}'", kind, "body, title"))
     assert "parts, meta" not in text
+
+
+def test_the_texts_of_a_folder_are_found_in_any_case_without_hidden_files(tmp_path, capsys):
+    for name in ("a.TXT", "deep/b.Jsonl.GZ", "._a.txt", ".git/c.md", "d.docx"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    names = [path.name for path in files_of(str(tmp_path), textfiles.READERS)]
+    assert names == ["a.TXT", "b.Jsonl.GZ"]
+    assert "2 hidden files" in capsys.readouterr().out

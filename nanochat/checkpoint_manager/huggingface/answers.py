@@ -1,0 +1,148 @@
+"""Finds in a rendered conversation what the assistant is trained to write.
+
+A chat template is rendered twice: as it is, and with a mark at the beginning of each text, name of
+a function and reasoning of the assistant. The marks say where a turn of the assistant is. The turn
+begins after the words that open a reply, and ends with the token that ends it.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanochat.common import UserError
+from nanochat.data.conversation import Message
+
+# Private-use characters around the index of a message. FolderTokenizer replaces them in the texts.
+OPEN_MARK, CLOSE_MARK = "\ue002", "\ue001"
+# The names under which templates look for the reasoning of the assistant.
+REASONING = ("reasoning_content", "reasoning", "thinking")
+_MARK = re.compile(f"{OPEN_MARK}(\\d+){CLOSE_MARK}")
+# One call of a function, for a question to a template.
+PROBE_TOOL = {"type": "function", "function": {"name": "a_tool", "parameters": {"type": "object"}}}
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a text that is trained: from character `start` to before character `end`."""
+
+    start: int
+    end: int
+
+
+def mark(index: int) -> str:
+    """Return the mark of the message with an index."""
+    return f"{OPEN_MARK}{index}{CLOSE_MARK}"
+
+
+def template_message(
+    message: Message,
+    safe: Callable[[str], str],
+    index: int | None = None,
+) -> dict[str, Any]:
+    """Return a message as chat templates expect it, with `safe` applied to every text.
+
+    With an `index`, the message is the assistant's, is trained, and gets marks. White space around
+    its texts is left out.
+    """
+    fields = dict(message.fields)
+    reasoning = fields.pop("reasoning_content", None)
+    text = safe(message.text)
+    if message.role == "assistant" and index is not None:
+        text = _with_marks(text, mark(index))
+    read = {"role": message.role, "content": text, **_each_text(fields, safe)}
+    if reasoning is not None:
+        reasoning = safe(reasoning)
+        if index is not None:
+            reasoning = mark(index) + reasoning.strip()
+        read.update(dict.fromkeys(REASONING, reasoning))
+    if index is not None:
+        for call in read.get("tool_calls", ()):
+            call["function"]["name"] = mark(index) + call["function"]["name"]
+    return read
+
+
+def _with_marks(text: str, begin: str) -> str:
+    """Return a text with marks where it and its thoughts and its words after them begin."""
+    text = text.strip()
+    if not text:
+        return ""
+    before, thinks, after = text.partition("</think>")
+    if not thinks:
+        return begin + text
+    thought = before.removeprefix("<think>").strip("\n")
+    return f"{begin}<think>\n{begin}{thought}\n</think>\n\n{begin}{after.lstrip()}"
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with `change` applied to every text in it, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_each_text(key, change): _each_text(item, change) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_each_text(item, change) for item in value]
+    return value
+
+
+def safe_options(options: Mapping[str, Any], safe: Callable[[str], str]) -> dict[str, Any]:
+    """Return variables of a template with `safe` applied to every text in their values."""
+    return {key: _each_text(value, safe) for key, value in options.items()}
+
+
+def without_marks(text: str) -> str:
+    """Return a marked text as it is without marks."""
+    return _MARK.sub("", text)
+
+
+def spans(
+    marked_text: str,
+    messages: Sequence[Message],
+    opening: str,
+    stops: Collection[str],
+) -> list[Span]:
+    """Return what is trained in a rendered text, from the text with marks.
+
+    `opening` is what a template writes before a reply, and `stops` are the special tokens that end
+    one. A message of words alone begins with its words; one with reasoning or calls begins after
+    the opening, as far as the template writes it. Raises UserError if the beginning or the end of a
+    message cannot be found.
+    """
+    text = without_marks(marked_text)
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    removed = 0
+    for match in _MARK.finditer(marked_text):
+        position = match.start() - removed
+        removed += len(match[0])
+        first.setdefault(int(match[1]), position)
+        last[int(match[1])] = position
+    ends = re.compile("|".join(map(re.escape, sorted(stops, key=len, reverse=True))))
+    found = []
+    for index, begin in first.items():
+        end = ends.search(text, last[index])
+        if end is None:
+            raise UserError("no special token ends what the assistant says")
+        start = _start(text, begin, opening) if messages[index].fields else begin
+        found.append(Span(start, end.end()))
+    return found
+
+
+def _start(
+    text: str,
+    begin: int,
+    opening: str,
+) -> int:
+    """Return where a turn begins whose first mark is at `begin`: after its opening.
+
+    Raises UserError if it does not open as a reply does.
+    """
+    stem = opening.partition("\n")[0]
+    position = text.rfind(stem, 0, begin) if stem else -1
+    if position < 0:
+        raise UserError("what the assistant says does not begin as a reply does")
+    length = 0
+    most = min(len(opening), begin - position)
+    while length < most and text[position + length] == opening[length]:
+        length += 1
+    return position + length

@@ -1,0 +1,352 @@
+"""Reads the messages of a record: roles, texts, function calls, reasoning, and what is trained."""
+
+import json
+import reprlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from nanochat.common import parse_json, visible
+from nanochat.data.conversation import Conversation, Message, Part, Role
+from tasks.record_keys import EMPTY, check_message, is_trained
+
+# The role of a message by the name that OpenAI, ShareGPT and ms-swift give it. Calls are messages
+# of the assistant whose content is the call.
+CALL = "call"
+ROLES: dict[str, Role | str] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "observations": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
+    "function_call": CALL,
+    "tool_call": CALL,
+}
+_QUESTIONS = ("human", "user", "input")
+_ANSWERS = ("assistant", "gpt", "bot", "output")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_OWN_REMEDY = (
+    "the chat format of our own models has only the calculator; fine-tune a published model with "
+    "scripts.finetune, or leave such records out"
+)
+_THOUGHTS_REMEDY = (
+    "the chat format of our own models has no place for reasoning; write it at the beginning of the "
+    "content, as <think>...</think>, or remove the key"
+)
+
+
+def read_messages(messages: Any) -> Conversation:
+    """Return the conversation in a list of messages, in the order of the list.
+
+    A message has "role" and "content", or "from" and "value", or is a question and its answer in
+    one object (ms-swift). Raises ValueError, naming the broken rule, if a message cannot be read,
+    if a tool answers without a call, or if no answer is trained.
+    """
+    if isinstance(messages, str):
+        messages = parsed(messages, "a list of messages")
+    if not isinstance(messages, list):
+        raise ValueError(f"a conversation is a list of messages, got {type(messages).__name__}")
+    turns: list[Message] = []
+    for n, message in enumerate(_single_messages(messages), start=1):
+        turn = _read_message(message, n)
+        if turn.role == "tool" and not any(before.role == "assistant" for before in turns):
+            raise ValueError(f"message {n} is the result of a tool, and no call comes before it")
+        turns.append(turn)
+    return checked(Conversation(tuple(turns)))
+
+
+def checked(conversation: Conversation) -> Conversation:
+    """Return a conversation, or raise ValueError if it holds no answer to train."""
+    answers = [turn for turn in conversation.messages if turn.role == "assistant"]
+    if not answers:
+        raise ValueError("a conversation needs a message of role 'assistant' to train, got none")
+    if not any(turn.trained for turn in answers):
+        raise ValueError(
+            "every assistant message has weight 0, loss false or train false, so nothing is "
+            "trained; remove the record"
+        )
+    return conversation
+
+
+def read_alternating(messages: Any) -> Conversation:
+    """Return the conversation in a list of messages that our own chat format can write.
+
+    Raises ValueError as read_messages() and check_own_format() do.
+    """
+    conversation = read_messages(messages)
+    check_own_format(conversation)
+    return conversation
+
+
+def check_own_format(conversation: Conversation) -> None:
+    """Raise ValueError unless our own chat format can write a conversation.
+
+    It has no tools but the calculator, and user and assistant take turns in it after an optional
+    system message.
+    """
+    for key in conversation.options:
+        raise ValueError(f'the key "{key}" cannot be honoured: {_OWN_REMEDY}')
+    expected_role = "user"
+    for n, message in enumerate(conversation.messages, start=1):
+        for key in message.fields:
+            remedy = _THOUGHTS_REMEDY if key == "reasoning_content" else _OWN_REMEDY
+            raise ValueError(f'the key "{key}" of message {n} cannot be honoured: {remedy}')
+        if message.role == "system" and n == 1:
+            continue
+        if message.role != expected_role:
+            raise ValueError(
+                f"message {n} must have role {expected_role!r}, because user and assistant take "
+                "turns in the chat format of our own models, after an optional system message; got "
+                f"{message.role!r}. Reorder or join the messages, or fine-tune a published model "
+                "with scripts.finetune"
+            )
+        expected_role = "user" if message.role == "assistant" else "assistant"
+
+
+def parsed(text: str, what: str) -> Any:
+    """Return the value of a JSON text; raise ValueError, saying what it should be, if it is none.
+
+    Tables (CSV, parquet) hold lists and objects as such texts.
+    """
+    try:
+        return parse_json(text)
+    except ValueError as broken:
+        raise ValueError(
+            f"{what} is expected, got a text that is not JSON ({broken}): {text[:40]!r}"
+        ) from broken
+
+
+# --- one message ---------------------------------------------------------------------------------
+
+
+def _single_messages(messages: list[Any]) -> Iterator[Any]:
+    """Yield messages, taking apart objects that hold both a question and its answer."""
+    for message in messages:
+        if not isinstance(message, Mapping) or {"role", "from"} & set(message):
+            yield message
+            continue
+        question = next((key for key in _QUESTIONS if key in message), None)
+        answer = next((key for key in _ANSWERS if key in message and key != question), None)
+        if question is None or answer is None:
+            yield message
+            continue
+        rest = dict(message)
+        system = rest.pop("system", None)
+        if system:
+            yield {"role": "system", "content": system}
+        yield {"role": "user", "content": rest.pop(question)}
+        yield {"role": "assistant", "content": rest.pop(answer), **rest}
+
+
+def _read_message(message: Any, n: int) -> Message:
+    """Return message `n` of a conversation as a turn.
+
+    Raises ValueError, naming the rule, if the message breaks one.
+    """
+    role = _role(message, n)
+    check_message(message, n)
+    content = message.get("content", message.get("value"))
+    fields: dict[str, Any] = {}
+    if role == CALL:
+        role = "assistant"
+        calls = (
+            parsed(content, f"a call as content of message {n}") if _is_text(content) else content
+        )
+        fields["tool_calls"] = _calls(calls if isinstance(calls, list) else [calls], n)
+        content = ""
+    elif role == "assistant":
+        fields.update(_assistant_fields(message, n))
+    elif role == "tool":
+        fields.update(
+            (key, message[key]) for key in ("name", "tool_call_id") if message.get(key) is not None
+        )
+        if isinstance(content, Mapping):
+            content = json.dumps(content, ensure_ascii=False)
+    _check_speaker(message, role, n)
+    text = _text(content, n, may_be_empty=bool(fields) or role == "tool")
+    trained = is_trained({**message, "role": role}, n)
+    return Message(role, (Part("text", text),), trained, fields)  # pyright: ignore[reportArgumentType]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _role(message: Any, n: int) -> str:
+    """Return the role of message `n`. Raises ValueError if it has none or an unknown one."""
+    keys = set(message) if isinstance(message, Mapping) else set()
+    key = "role" if "role" in keys else "from"
+    if key not in keys or not keys & {"content", "value", "tool_calls", "function_call"}:
+        raise ValueError(
+            f'message {n} must be an object with "role" and "content", or with "from" and "value"'
+        )
+    name = message[key]
+    if not isinstance(name, str) or name.replace("-", "_") not in ROLES:
+        names = ", ".join(ROLES)
+        raise ValueError(f'message {n} has "{key}" {reprlib.repr(name)}; known are {names}')
+    return ROLES[name.replace("-", "_")]
+
+
+def _check_speaker(
+    message: Mapping[str, Any],
+    role: str,
+    n: int,
+) -> None:
+    """Raise ValueError if message `n` has a key that only the assistant may have."""
+    if role == "assistant":
+        return
+    for key in ("tool_calls", "function_call", *_REASONING):
+        if message.get(key) not in EMPTY:
+            raise ValueError(
+                f'the key "{key}" of message {n} belongs to the assistant, got {role!r}'
+            )
+
+
+def _text(
+    content: Any,
+    n: int,
+    may_be_empty: bool,
+) -> str:
+    """Return the text of a message's content, which is a text or a list of text parts.
+
+    Raises ValueError if it is neither, or if it is empty and may not be.
+    """
+    if content is None and may_be_empty:
+        return ""
+    if isinstance(content, list):
+        content = "".join(_part_text(part, n) for part in content)
+    if not isinstance(content, str):
+        raise ValueError(f"the content of message {n} must be a text, got {type(content).__name__}")
+    if not may_be_empty and not content.strip():
+        raise ValueError(f"the content of message {n} must be a text that is not empty")
+    return content
+
+
+def _part_text(part: Any, n: int) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind == "text":
+        text = part.get("text", part.get("value"))  # LLaMA-Factory writes "value"
+        if isinstance(text, str):
+            return text
+    raise ValueError(
+        f"the content of message {n} may hold only text parts, got {reprlib.repr(kind)}: a text "
+        "model reads no images, videos or sounds; leave such records out"
+    )
+
+
+# --- calls and reasoning -------------------------------------------------------------------------
+
+
+def _assistant_fields(message: Mapping[str, Any], n: int) -> dict[str, Any]:
+    """Return the calls and the reasoning of an assistant message, under the names of templates."""
+    fields: dict[str, Any] = {}
+    calls = message.get("tool_calls")
+    if isinstance(calls, str):
+        calls = parsed(calls, f'a list under "tool_calls" of message {n}')
+    old_call = message.get("function_call")
+    if calls in EMPTY and old_call not in EMPTY:
+        calls = [old_call]
+    if calls not in EMPTY:
+        fields["tool_calls"] = _calls(calls, n)
+    for key in _REASONING:
+        reasoning = message.get(key)
+        if reasoning in EMPTY:
+            continue
+        if not isinstance(reasoning, str):
+            raise ValueError(
+                f'"{key}" of message {n} must be a text, got {type(reasoning).__name__}'
+            )
+        fields["reasoning_content"] = reasoning
+    return fields
+
+
+def _calls(calls: Any, n: int) -> list[dict[str, Any]]:
+    """Return the calls of message `n` in OpenAI's form, with their arguments as objects.
+
+    Raises ValueError if they are not calls of functions.
+    """
+    if not isinstance(calls, list) or not calls:
+        raise ValueError(f"the calls of message {n} must be a list, got {type(calls).__name__}")
+    return [_call(call, n) for call in calls]
+
+
+def _call(call: Any, n: int) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else call
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            f'a call of message {n} must be {{"name": ..., "arguments": {{...}}}}, got '
+            f"{reprlib.repr(call)}"
+        )
+    label = visible(name[:40])
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str) and arguments.strip():
+        arguments = parsed(arguments, f"the arguments of {label} in message {n}")
+    if arguments in EMPTY:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise ValueError(
+            f"the arguments of {label} in message {n} must be an object, got "
+            f"{type(arguments).__name__}"
+        )
+    read_call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    if isinstance(call.get("id"), str):
+        read_call = {"id": call["id"], **read_call}
+    return read_call
+
+
+def read_options(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of the chat template that a record asks for: its tools, and others.
+
+    Raises ValueError if they cannot be used.
+    """
+    options: dict[str, Any] = {}
+    for key in ("tools", "functions"):
+        tools = record.get(key)
+        if isinstance(tools, str) and tools not in EMPTY:
+            tools = parsed(tools, f'a list under "{key}"')
+        if tools not in EMPTY:
+            options["tools"] = _tools(tools, key)
+    variables = record.get("chat_template_kwargs")
+    if isinstance(variables, str) and variables not in EMPTY:
+        variables = parsed(variables, 'an object under "chat_template_kwargs"')
+    if variables in EMPTY:
+        return options
+    if not isinstance(variables, Mapping):
+        raise ValueError(
+            f'"chat_template_kwargs" must be an object, got {type(variables).__name__}'
+        )
+    taken = {"messages", "tools", "add_generation_prompt"} & set(variables)
+    if taken:
+        raise ValueError(f'"chat_template_kwargs" may not hold {", ".join(sorted(taken))}')
+    return {**options, **variables}
+
+
+def _tools(tools: Any, key: str) -> list[dict[str, Any]]:
+    """Return functions in the form {"type": "function", "function": {...}}."""
+    if not isinstance(tools, list):
+        raise ValueError(f'"{key}" must be a list of functions, got {type(tools).__name__}')
+    read_tools = []
+    for tool in tools:
+        if isinstance(tool, str):
+            tool = parsed(tool, f'a function under "{key}"')
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(f'"{key}" must hold functions with a "name", got {reprlib.repr(tool)}')
+        read_tools.append({"type": "function", "function": dict(function)})
+    return read_tools
+
+
+def with_options(conversation: Conversation, record: Mapping[str, Any]) -> Conversation:
+    """Return a conversation with the template variables of its record, as read_options() does."""
+    return replace(conversation, options=read_options(record))
