@@ -1,10 +1,11 @@
-"""Plans flags: predicts speed, memory and disk of pretraining, and the memory of fine-tuning.
+"""Plans flags: predicts speed, memory and disk of pretraining, memory and hours of fine-tuning.
 
 python -m nanochat.planner                            # pretraining on the cards of this host
 python -m nanochat.planner --chip 910B3 --ranks 8     # for other cards
 python -m nanochat.planner --table                    # d12 to d32, every known chip, 1 to 128 cards
 python -m nanochat.planner --rows                     # rows of a pass that fit each chip's memory
 python -m nanochat.planner --published                # predictions of runs that others published
+python -m nanochat.planner --finetune --chip 910B3    # which models can be fine-tuned on 1 to 8 cards
 python -m nanochat.planner --model ./Qwen3-8B --chip 910B3 --ranks 4 --shard full    # fine-tuning
 
 The flags are printed on one line, and the reasons for them on standard error. The speed of the
@@ -21,13 +22,13 @@ from nanochat import device
 from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.common import UserError, run
 from nanochat.models.lora import LoraConfig
-from nanochat.planner import calibration, tables
+from nanochat.planner import calibration, recipes, tables
 from nanochat.planner.calibration import rates_for
 from nanochat.planner.cards import Rates
 from nanochat.planner.forecast import Tuning
 from nanochat.planner.plan import Plan, batch_of, check_trains, plan_of
 from nanochat.planner.programs import program_of
-from nanochat.planner.published_tuning import print_published
+from nanochat.planner.published_tuning import print_published, print_speeds
 from nanochat.planner.roofline import least_rows
 from nanochat.planner.tuning import print_forecast
 from nanochat.planner.work import size_of
@@ -62,7 +63,15 @@ class Config:
     published: bool = False
     """for runs that others have published, print the predicted speed next to the reported speed"""
     published_memory: bool = False
-    """print our memory forecast next to the memory that published fine-tuning runs report;
+    """print our forecasts of fine-tuning next to the memory and the speed that published runs report;
+    takes a minute"""
+    finetune: bool = False
+    """print a table for fine-tuning: the flags that fit, memory and hours, for five published models
+    or the one of --model, on 1, 2, 4 and 8 cards or --ranks, by LoRA, DPO and in full"""
+    tokens: int = recipes.TOKENS
+    """with --finetune: tokens of the run, for its hours"""
+    write_recipes: bool = False
+    """forecast the memory of the table of --finetune again, and write it beside the code;
     takes minutes"""
     model: Path | None = None
     """folder of a published model, where config.json is enough:
@@ -182,13 +191,52 @@ def chip_named(spelled: str) -> Chip:
     )
 
 
+def finetune_table(
+    cfg: Config,
+    chip: Chip,
+    bench: calibration.Bench | None,
+) -> str:
+    """Return the table that --finetune asks for.
+
+    Raises UserError (exit code 2) if a flag cannot be used or is a setting that the table chooses.
+    """
+    default = Config()
+    for flag in ("device_batch_size", "checkpoint_activations", "offload_activations", "shard"):
+        if getattr(cfg, flag) != getattr(default, flag):
+            raise UserError(f"--finetune chooses --{flag} itself: leave it out", exit_code=2)
+    for flag in ("tokens", "lora_rank", "max_length"):
+        if getattr(cfg, flag) < 1:
+            raise UserError(
+                f"--{flag} must be at least 1 with --finetune, got {getattr(cfg, flag)}",
+                exit_code=2,
+            )
+    models = recipes.default_models(cfg.max_length)
+    if cfg.model is not None:
+        folder = cfg.model.expanduser()
+        models = {folder.resolve().name: read_config(folder, cfg.max_length)}
+    rates, source = rates_for(chip, bench)
+    return recipes.table(
+        chip,
+        rates,
+        source,
+        cfg.tokens,
+        models,
+        LoraConfig(cfg.lora_rank),
+        [cfg.ranks] if cfg.ranks else recipes.CARDS,
+    )
+
+
 def main(cfg: Config) -> None:
     """Print the planned flags or, if `cfg` asks for one, a table or a forecast of fine-tuning."""
     chip = chip_named(cfg.chip) if cfg.chip else None
     if cfg.ranks < 0:
         raise UserError(f"--ranks must be at least 1, got {cfg.ranks}", exit_code=2)
     if cfg.published_memory:
+        print_speeds()
         print_published()
+        return
+    if cfg.write_recipes:
+        recipes.write()
         return
     bench = calibration.read(calibration.path_of())
     if cfg.table or cfg.rows or cfg.published:
@@ -204,6 +252,9 @@ def main(cfg: Config) -> None:
             "this host has no card of a known kind; name a kind with --chip and a number of cards "
             "with --ranks"
         )
+    if cfg.finetune:
+        print(finetune_table(cfg, chip, bench))
+        return
     if cfg.model is not None:
         check_trains(chip)
         print_forecast(tuning_of(cfg, cfg.model, max(ranks, 1)), cfg.model.name, chip)

@@ -13,12 +13,16 @@ from nanochat.common import UserError
 from nanochat.device import DTYPES, Compute, compute_init, local
 from nanochat.models.lora import LoraConfig
 from nanochat.models.qwen.config import QwenConfig
+from nanochat.planner import forecast as planner_forecast
 from nanochat.planner.forecast import (
+    Ledger,
     Memory,
     Tuning,
     build_model,
     build_optimizers,
+    count_all_layers,
     forecast,
+    forecasts,
     take_step,
 )
 from nanochat.platforms.operations import Operations
@@ -106,6 +110,38 @@ def test_two_ranks_take_what_was_forecast() -> None:
     for tuning, real in zip(tunings, run_ranks(2, worker_measures, tunings)[0], strict=True):
         told = forecast(tuning)
         assert abs(told.peak / real.peak - 1) < 0.1, (tuning.shard, told, real)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("shape", [QWEN3, QWEN35], ids=["attention", "DeltaNets"])
+def test_shallow_models_tell_the_memory_of_a_deep_one(
+    shape: QwenConfig, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where layers repeat, forecasts count 3 and 4 of them, or one and two patterns, and add up the others."""
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", torch.UntypedStorage.resize_)  # restores it
+    shipped = planner_forecast.SHALLOW
+    ledger = Ledger()
+    planner_forecast._watch_resizing(ledger)
+    deep = replace(shape, n_layer=12, sequence_len=128)
+    modes: list[dict[str, Any]] = [{}, {"checkpoint_activations": True}, {"shard": "full"},
+                                   {"shard": "full", "checkpoint_activations": True, "offload_activations": True}]  # fmt: skip
+    for lora, mode in itertools.product((LoraConfig(), None), modes):
+        tuning = Tuning(deep, lora, several_passes=True, ranks=ranks, **mode)
+        counted = []
+        for shallow in (shipped, deep.n_layer):
+            monkeypatch.setattr(planner_forecast, "SHALLOW", shallow)
+            counted.append(count_all_layers(tuning, compute_init("cpu"), ledger))
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        assert counted[0] == counted[1], (lora, mode)
+
+
+def test_one_process_makes_several_forecasts_and_stops_at_the_first_that_fails() -> None:
+    adapter, full = Tuning(QWEN3, LoraConfig()), Tuning(QWEN3, None, ranks=2, shard="full")
+    memories = forecasts([adapter, full, replace(adapter, lora=LoraConfig(targets=("no_such_proj",)))])
+    assert [next(memories), next(memories)] == [forecast(adapter), forecast(full)]
+    with pytest.raises(UserError, match="no_such_proj"):
+        next(memories)
 
 
 def test_a_step_that_cannot_run_is_named() -> None:
