@@ -25,6 +25,7 @@ from nanochat.planner.forecast import (
     forecasts,
     take_step,
 )
+from nanochat.planner.tuning import flags_of
 from nanochat.platforms.operations import Operations
 from nanochat.runtime import parallel
 from tests.support.ranks import run_ranks
@@ -112,28 +113,31 @@ def test_two_ranks_take_what_was_forecast() -> None:
         assert abs(told.peak / real.peak - 1) < 0.1, (tuning.shard, told, real)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-@pytest.mark.parametrize("shape", [QWEN3, QWEN35], ids=["attention", "DeltaNets"])
-def test_shallow_models_tell_the_memory_of_a_deep_one(
-    shape: QwenConfig, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where layers repeat, forecasts count 3 and 4 of them, or one and two patterns, and add up the others."""
+SAVING = {"checkpoint_activations": True, "offload_activations": True}
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        Tuning(replace(QWEN3, n_layer=8), LoraConfig(), checkpoint_activations=True),
+        Tuning(replace(QWEN3, n_layer=8), None, several_passes=True, ranks=2),
+        Tuning(replace(QWEN3, n_layer=8), LoraConfig(), several_passes=True, ranks=8, shard="full", **SAVING),
+        Tuning(replace(QWEN35, n_layer=12), LoraConfig(), several_passes=True, ranks=2, shard="full"),
+    ],
+    ids=lambda tuning: f"{tuning.ranks} x {flags_of(tuning)}",
+)
+def test_shallow_models_tell_the_memory_of_a_deep_one(tuning: Tuning, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forecasts count three and four layers, or one and two patterns of layers, and add up the others."""
     monkeypatch.setattr(torch.UntypedStorage, "resize_", torch.UntypedStorage.resize_)  # restores it
-    shipped = planner_forecast.SHALLOW
     ledger = Ledger()
     planner_forecast._watch_resizing(ledger)
-    deep = replace(shape, n_layer=12, sequence_len=128)
-    modes: list[dict[str, Any]] = [{}, {"checkpoint_activations": True}, {"shard": "full"},
-                                   {"shard": "full", "checkpoint_activations": True, "offload_activations": True}]  # fmt: skip
-    for lora, mode in itertools.product((LoraConfig(), None), modes):
-        tuning = Tuning(deep, lora, several_passes=True, ranks=ranks, **mode)
-        counted = []
-        for shallow in (shipped, deep.n_layer):
-            monkeypatch.setattr(planner_forecast, "SHALLOW", shallow)
-            counted.append(count_all_layers(tuning, compute_init("cpu"), ledger))
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
-        assert counted[0] == counted[1], (lora, mode)
+    counted = []
+    for shallow in (planner_forecast.SHALLOW, tuning.shape.n_layer):
+        monkeypatch.setattr(planner_forecast, "SHALLOW", shallow)
+        counted.append(count_all_layers(tuning, compute_init("cpu"), ledger))
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert counted[0] == counted[1]
 
 
 def test_one_process_makes_several_forecasts_and_stops_at_the_first_that_fails() -> None:
