@@ -63,25 +63,25 @@ class Config:
     published: bool = False
     """for runs that others have published, print the predicted speed next to the reported speed"""
     published_memory: bool = False
-    """print our forecasts of fine-tuning next to the memory and the speed that published runs report;
-    takes a minute"""
+    """print our forecasts of fine-tuning next to the memory and the speed that published runs report.
+    This takes a minute."""
     finetune: bool = False
-    """print a table for fine-tuning: the flags that fit, memory and hours, for five published models
-    or the one of --model, on 1, 2, 4 and 8 cards or --ranks, by LoRA, DPO and in full"""
+    """print a table for fine-tuning by LoRA, DPO and in full: the flags that fit, memory and time.
+    The models are five published ones or that of --model, and the cards are 1, 2, 4 and 8 or --ranks."""
     tokens: int = recipes.TOKENS
-    """with --finetune: tokens of the run, for its hours"""
+    """with --finetune: tokens of the run, which decide its time"""
     write_recipes: bool = False
-    """forecast the memory of the table of --finetune again, and write it beside the code;
-    takes minutes"""
+    """forecast the memory of the table of --finetune again, and write it beside the code.
+    This takes minutes."""
     model: Path | None = None
     """folder of a published model, where config.json is enough:
     forecast the memory of fine-tuning it"""
     lora_rank: int = 8
-    """with --model: rank of the adapter; 0 trains every parameter"""
+    """with --model or --finetune: rank of the adapter; with --model, 0 trains every parameter"""
     device_batch_size: int = 1
     """with --model: rows of a pass on one card"""
     max_length: int = 2048
-    """with --model: tokens of a row"""
+    """with --model or --finetune: tokens of a row"""
     checkpoint_activations: bool = False
     """with --model: compute each layer again in the backward pass"""
     offload_activations: bool = False
