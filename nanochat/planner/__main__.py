@@ -1,10 +1,11 @@
-"""Plans flags: predicts speed, memory and disk of pretraining, and the memory of fine-tuning.
+"""Plans flags: predicts speed, memory and disk of pretraining, memory and hours of fine-tuning.
 
 python -m nanochat.planner                            # pretraining on the cards of this host
 python -m nanochat.planner --chip 910B3 --ranks 8     # for other cards
 python -m nanochat.planner --table                    # d12 to d32, every known chip, 1 to 128 cards
 python -m nanochat.planner --rows                     # rows of a pass that fit each chip's memory
 python -m nanochat.planner --published                # predictions of runs that others published
+python -m nanochat.planner --finetune --chip 910B3    # which models can be fine-tuned on 1 to 8 cards
 python -m nanochat.planner --model ./Qwen3-8B --chip 910B3 --ranks 4 --shard full    # fine-tuning
 
 The flags are printed on one line, and the reasons for them on standard error. The speed of the
@@ -21,13 +22,13 @@ from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.huggingface.folders import published_folder
 from nanochat.common import UserError, run
 from nanochat.models.lora import LoraConfig
-from nanochat.planner import calibration, tables
+from nanochat.planner import calibration, recipes, tables
 from nanochat.planner.calibration import rates_for
 from nanochat.planner.cards import Rates
 from nanochat.planner.forecast import Tuning
 from nanochat.planner.plan import Plan, batch_of, check_trains, plan_of
 from nanochat.planner.programs import program_of
-from nanochat.planner.published_tuning import print_published
+from nanochat.planner.published_tuning import print_published, print_speeds
 from nanochat.planner.roofline import least_rows
 from nanochat.planner.tuning import print_forecast
 from nanochat.planner.work import size_of
@@ -62,17 +63,25 @@ class Config:
     published: bool = False
     """for runs that others have published, print the predicted speed next to the reported speed"""
     published_memory: bool = False
-    """print our memory forecast next to the memory that published fine-tuning runs report;
-    takes minutes"""
+    """print our forecasts of fine-tuning next to the memory and the speed that published runs report.
+    This takes a minute."""
+    finetune: bool = False
+    """print a table for fine-tuning by LoRA, DPO and in full: the flags that fit, memory and time.
+    The models are five published ones or that of --model, and the cards are 1, 2, 4 and 8 or --ranks."""
+    tokens: int = recipes.TOKENS
+    """with --finetune: tokens of the run, which decide its time"""
+    write_recipes: bool = False
+    """forecast the memory of the table of --finetune again, and write it beside the code.
+    This takes minutes."""
     model: Path | None = None
     """folder of a published model, where config.json is enough:
     forecast the memory of fine-tuning it"""
     lora_rank: int = 8
-    """with --model: rank of the adapter; 0 trains every parameter"""
+    """with --model or --finetune: rank of the adapter; with --model, 0 trains every parameter"""
     device_batch_size: int = 1
     """with --model: rows of a pass on one card"""
     max_length: int = 2048
-    """with --model: tokens of a row"""
+    """with --model or --finetune: tokens of a row"""
     checkpoint_activations: bool = False
     """with --model: compute each layer again in the backward pass"""
     offload_activations: bool = False
@@ -186,13 +195,52 @@ def chip_named(spelled: str) -> Chip:
     raise UserError(f"--chip must be one of {names}, got {spelled!r}", exit_code=2)
 
 
+def finetune_table(
+    cfg: Config,
+    chip: Chip,
+    bench: calibration.Bench | None,
+) -> str:
+    """Return the table that --finetune asks for.
+
+    Raises UserError (exit code 2) if a flag cannot be used or is a setting that the table chooses.
+    """
+    default = Config()
+    for flag in ("device_batch_size", "checkpoint_activations", "offload_activations", "shard"):
+        if getattr(cfg, flag) != getattr(default, flag):
+            raise UserError(f"--finetune chooses --{flag} itself: leave it out", exit_code=2)
+    for flag in ("tokens", "lora_rank", "max_length"):
+        if getattr(cfg, flag) < 1:
+            raise UserError(
+                f"--{flag} must be at least 1 with --finetune, got {getattr(cfg, flag)}",
+                exit_code=2,
+            )
+    models = recipes.default_models(cfg.max_length)
+    if cfg.model is not None:
+        folder = cfg.model.expanduser()
+        models = {folder.resolve().name: read_config(folder, cfg.max_length)}
+    rates, source = rates_for(chip, bench)
+    return recipes.table(
+        chip,
+        rates,
+        source,
+        cfg.tokens,
+        models,
+        LoraConfig(cfg.lora_rank),
+        [cfg.ranks] if cfg.ranks else recipes.CARDS,
+    )
+
+
 def main(cfg: Config) -> None:
     """Print the planned flags or, if `cfg` asks for one, a table or a forecast of fine-tuning."""
     chip = chip_named(cfg.chip) if cfg.chip else None
     if cfg.ranks < 0:
         raise UserError(f"--ranks must be at least 1, got {cfg.ranks}", exit_code=2)
     if cfg.published_memory:
+        print_speeds()
         print_published()
+        return
+    if cfg.write_recipes:
+        recipes.write()
         return
     bench = calibration.read(calibration.path_of())
     if cfg.table or cfg.rows or cfg.published:
@@ -208,6 +256,9 @@ def main(cfg: Config) -> None:
             "this host has no card of a known kind; name a kind with --chip and a number of cards "
             "with --ranks"
         )
+    if cfg.finetune:
+        print(finetune_table(cfg, chip, bench))
+        return
     if cfg.model is not None:
         check_trains(chip)
         print_forecast(tuning_of(cfg, cfg.model, max(ranks, 1)), cfg.model.name, chip)

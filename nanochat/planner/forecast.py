@@ -11,8 +11,9 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from nanochat.platforms.operations import Operations
 from nanochat.runtime import parallel
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SHALLOW = 8  # with this many layers, memory peaks at the same moment as in a deep model
+SHALLOW = 3  # with this many layers, memory peaks at the same moment as in a deep model
 # Environment variables of a launcher, which are removed so that the step does not join its ranks.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -75,8 +76,16 @@ def forecast(tuning: Tuning) -> Memory:
 
     Raises UserError with the reason if the step cannot be simulated.
     """
-    shape = tuning.shape
-    task = json.dumps({**asdict(tuning), "shape": asdict(shape), "family": family_of(shape)})
+    (memory,) = forecasts([tuning])
+    return memory
+
+
+def forecasts(tunings: Sequence[Tuning]) -> Iterator[Memory]:
+    """Yield what forecast() returns for each of `tunings`; one process makes all of them.
+
+    Raises UserError with the reason if a step cannot be simulated.
+    """
+    task = json.dumps([_as_json(tuning) for tuning in tunings])
     environment = {
         name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
     }
@@ -86,20 +95,27 @@ def forecast(tuning: Tuning) -> Memory:
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }
-    process = subprocess.run(
-        [sys.executable, "-m", "nanochat.planner.forecast", task],
-        env=environment,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    if process.returncode:
-        messages = [line for line in process.stderr.splitlines() if line.strip()]
-        reason = messages[-1] if messages else "it said nothing"
-        raise UserError(f"the memory of a step could not be forecast: {reason}")
-    last_line = process.stdout.splitlines()[-1]
-    return Memory(**json.loads(last_line))
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "nanochat.planner.forecast"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        with process:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(task)
+            process.stdin.close()
+            for line in process.stdout:
+                if line.startswith("{"):  # other lines are log lines
+                    yield Memory(**json.loads(line))
+        if process.returncode:
+            errors.seek(0)
+            messages = [line.strip() for line in errors if line.strip()]
+            reason = messages[-1] if messages else "it said nothing"
+            raise UserError(f"the memory of a step could not be forecast: {reason}")
 
 
 class Ledger(TorchDispatchMode):
@@ -219,7 +235,7 @@ def count(tuning: Tuning, compute: Compute, ledger: Ledger) -> Memory:
     return Memory(state - start, ledger.peak - start)
 
 
-def count_all_layers(tuning: Tuning, compute: Compute) -> Memory:
+def count_all_layers(tuning: Tuning, compute: Compute, ledger: Ledger) -> Memory:
     """Return the memory of a step of the whole model.
 
     If a deep model repeats its pattern of layers a whole number of times, its memory is
@@ -240,8 +256,6 @@ def count_all_layers(tuning: Tuning, compute: Compute) -> Memory:
     period = len(tuning.shape.layers)
     shallow_layers = math.ceil(SHALLOW / period) * period
     deeper_layers = shallow_layers + max(shallow_layers // 2 // period, 1) * period
-    ledger = Ledger()
-    _watch_resizing(ledger)
     if layers <= deeper_layers or layers % period:
         return count(tuning, compute, ledger)
     shallow = count(_with_layers(tuning, shallow_layers), compute, ledger)
@@ -257,15 +271,32 @@ def _with_layers(tuning: Tuning, layers: int) -> Tuning:
     return replace(tuning, shape=replace(tuning.shape, n_layer=layers))
 
 
-def main() -> None:
-    """Print, as JSON, the memory of the step that the first command-line argument describes."""
-    task = json.loads(sys.argv[1])
-    task["shape"] = families()[task.pop("family")].config(**task["shape"])
+def _as_json(tuning: Tuning) -> dict[str, Any]:
+    """Return settings as a dict for tuning_of(), with the name of the model's family."""
+    shape = tuning.shape
+    return {**asdict(tuning), "shape": asdict(shape), "family": family_of(shape)}
+
+
+def tuning_of(task: dict[str, Any]) -> Tuning:
+    """Return the settings that forecasts() has written as JSON."""
+    task = dict(task)
+    shape = families()[task.pop("family")].config(**task["shape"])
+    lora = None
     if task["lora"]:
-        task["lora"]["targets"] = tuple(task["lora"]["targets"])
-        task["lora"] = LoraConfig(**task["lora"])
-    memory = count_all_layers(Tuning(**task), device.compute_init("cpu"))
-    print(json.dumps(asdict(memory)))
+        lora = LoraConfig(**{**task["lora"], "targets": tuple(task["lora"]["targets"])})
+    return Tuning(**{**task, "shape": shape, "lora": lora})
+
+
+def main() -> None:
+    """Read settings as a JSON list, and print the memory of each step as a line of JSON."""
+    compute = device.compute_init("cpu")
+    ledger = Ledger()
+    _watch_resizing(ledger)
+    for task in json.load(sys.stdin):
+        memory = count_all_layers(tuning_of(task), compute, ledger)
+        print(json.dumps(asdict(memory)), flush=True)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -37,6 +37,17 @@ def flags_of(tuning: Tuning) -> str:
     return " ".join(flags)
 
 
+def announced_forecast(tuning: Tuning) -> Memory:
+    """Return what forecast() does, and say first on standard error what it forecasts.
+
+    A forecast takes seconds.
+    """
+    flags = flags_of(tuning)
+    title = tr("forecasting the memory of {ranks} x {flags}", ranks=tuning.ranks, flags=flags)
+    print(title, file=sys.stderr, flush=True)
+    return forecast(tuning)
+
+
 def remedies(tuning: Tuning) -> Iterator[Tuning]:
     """Yield settings that should take less and less memory, each with a further change.
 
@@ -67,7 +78,7 @@ def remedies(tuning: Tuning) -> Iterator[Tuning]:
 def nearest(
     tuning: Tuning,
     budget: float,
-    memory_of: Callable[[Tuning], Memory] = forecast,
+    memory_of: Callable[[Tuning], Memory] = announced_forecast,
 ) -> Tuning | None:
     """Return the first of remedies() whose peak fits into `budget` bytes, or None if none does."""
     for remedy in remedies(tuning):
@@ -80,7 +91,7 @@ def refusal(
     tuning: Tuning,
     memory: Memory,
     budget: float,
-    memory_of: Callable[[Tuning], Memory] = forecast,
+    memory_of: Callable[[Tuning], Memory] = announced_forecast,
 ) -> UserError:
     """Return the error for a step that does not fit, with the nearest settings that fit, if any."""
     remedy = nearest(tuning, budget, memory_of)
@@ -125,7 +136,7 @@ def check_fits(
     tuning: Tuning,
     model: Qwen,
     compute: Compute,
-    memory_of: Callable[[Tuning], Memory] = forecast,
+    memory_of: Callable[[Tuning], Memory] = announced_forecast,
 ) -> None:
     """Raise UserError (exit code 2) if a step is forecast to exceed the memory that a rank may use.
 
@@ -178,7 +189,7 @@ def print_forecast(tuning: Tuning, name: str, chip: Chip) -> None:
 
     Raises UserError (exit code 2) if the step does not fit the card.
     """
-    memory = forecast(tuning)
+    memory = announced_forecast(tuning)
     capacity = chip.memory_gib * 2**30
     if memory.peak > SHARE * capacity:
         raise refusal(tuning, memory, SHARE * capacity)

@@ -13,14 +13,19 @@ from nanochat.common import UserError
 from nanochat.device import DTYPES, Compute, compute_init, local
 from nanochat.models.lora import LoraConfig
 from nanochat.models.qwen.config import QwenConfig
+from nanochat.planner import forecast as planner_forecast
 from nanochat.planner.forecast import (
+    Ledger,
     Memory,
     Tuning,
     build_model,
     build_optimizers,
+    count_all_layers,
     forecast,
+    forecasts,
     take_step,
 )
+from nanochat.planner.tuning import flags_of
 from nanochat.platforms.operations import Operations
 from nanochat.runtime import parallel
 from tests.support.ranks import run_ranks
@@ -106,6 +111,41 @@ def test_two_ranks_take_what_was_forecast() -> None:
     for tuning, real in zip(tunings, run_ranks(2, worker_measures, tunings)[0], strict=True):
         told = forecast(tuning)
         assert abs(told.peak / real.peak - 1) < 0.1, (tuning.shard, told, real)
+
+
+SAVING = {"checkpoint_activations": True, "offload_activations": True}
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        Tuning(replace(QWEN3, n_layer=8), LoraConfig(), checkpoint_activations=True),
+        Tuning(replace(QWEN3, n_layer=8), None, several_passes=True, ranks=2),
+        Tuning(replace(QWEN3, n_layer=8), LoraConfig(), several_passes=True, ranks=8, shard="full", **SAVING),
+        Tuning(replace(QWEN35, n_layer=12), LoraConfig(), several_passes=True, ranks=2, shard="full"),
+    ],
+    ids=lambda tuning: f"{tuning.ranks} x {flags_of(tuning)}",
+)
+def test_shallow_models_tell_the_memory_of_a_deep_one(tuning: Tuning, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forecasts count three and four layers, or one and two patterns of layers, and add up the others."""
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", torch.UntypedStorage.resize_)  # restores it
+    ledger = Ledger()
+    planner_forecast._watch_resizing(ledger)
+    counted = []
+    for shallow in (planner_forecast.SHALLOW, tuning.shape.n_layer):
+        monkeypatch.setattr(planner_forecast, "SHALLOW", shallow)
+        counted.append(count_all_layers(tuning, compute_init("cpu"), ledger))
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert counted[0] == counted[1]
+
+
+def test_one_process_makes_several_forecasts_and_stops_at_the_first_that_fails() -> None:
+    adapter, full = Tuning(QWEN3, LoraConfig()), Tuning(QWEN3, None, ranks=2, shard="full")
+    memories = forecasts([adapter, full, replace(adapter, lora=LoraConfig(targets=("no_such_proj",)))])
+    assert [next(memories), next(memories)] == [forecast(adapter), forecast(full)]
+    with pytest.raises(UserError, match="no_such_proj"):
+        next(memories)
 
 
 def test_a_step_that_cannot_run_is_named() -> None:

@@ -16,7 +16,8 @@ from nanochat.models.lora import LoraConfig, add_adapters
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.planner import tuning
 from nanochat.planner.forecast import Memory, Tuning
-from nanochat.planner.published_tuning import RUNS, SHAPES
+from nanochat.planner.published_tuning import RUNS, SHAPES, SPEEDS
+from nanochat.planner.recipes import MODELS
 from nanochat.planner.tuning import check_fits, flags_of, nearest, refusal, remedies
 
 SHAPE = QwenConfig(sequence_len=1024, vocab_size=512, n_layer=2, n_embd=64, n_head=2, n_kv_head=1, head_dim=32,
@@ -105,7 +106,7 @@ def test_the_command_reads_a_config_only(tmp_path: Path) -> None:
 
 def test_the_published_shapes_have_the_parameters_of_their_names() -> None:
     compute = compute_init("cpu")
-    for name, shape in SHAPES.items():
+    for name, shape in {**SHAPES, **MODELS}.items():
         billions = on_meta(shape, compute).parameter_counts()["total"] / 1e9
         assert abs(billions / float(name.rpartition("-")[2][:-1]) - 1) < 0.12, (name, billions)
-    assert {run.model for run in RUNS} == set(SHAPES)
+    assert {run.model for run in (*RUNS, *SPEEDS)} == set(SHAPES)
