@@ -1,5 +1,6 @@
 """/tokenize, /detokenize and /tokenizer_info: the shapes of vLLM, with the tokens of our tokenizer."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.data.conversation import Conversation, user
+from nanochat.export.huggingface import begin_mark
 from nanochat.serve.routes.fields import Limits
 from nanochat.serve.routes.tokens import tokenize, tokenizer_info
 from tests.support.qwens import write_folder
@@ -74,6 +76,17 @@ def test_only_special_tokens_with_a_spelling_are_listed(free_rows: int, tmp_path
     assert listed == {"300": "<|endoftext|>", "301": "<|im_start|>", "302": "<|im_end|>"}
     assert tokenize({"prompt": "<|im_end|>"}, tokenizer, limits)["tokens"] == [302]
     assert tokenize({"prompt": ""}, tokenizer, limits)["tokens"] == []
+
+
+def test_a_text_begins_as_the_publisher_s_tokenizer_begins_it(tmp_path: Path) -> None:
+    """Llama 3 has a mark before every text, and Qwen has none."""
+    path = write_folder(tmp_path, "qwen3") / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": begin_mark("<|endoftext|>", 300)}))
+    tokenizer: Any = FolderTokenizer(tmp_path, 320)
+    limits = Limits("llama3", 256, 320)
+    assert tokenize({"prompt": "cat"}, tokenizer, limits)["tokens"] == [300, *tokenizer.encode("cat")]
+    without = {"prompt": "cat", "add_special_tokens": False}
+    assert tokenize(without, tokenizer, limits)["tokens"] == tokenizer.encode("cat")
 
 
 @pytest.mark.parametrize(
