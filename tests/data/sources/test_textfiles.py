@@ -54,7 +54,7 @@ def test_parquet_files_give_a_document_a_row(tmp_path):
         ("a.jsonl", '{"text": "a\\ud800"}', r"line 1: the text is not valid Unicode, it has half of a surrogate pair"),
         ("a.txt", "中文\n这是一个文件".encode("gb18030"), r"a\.txt is not UTF-8 .*iconv -f GB18030"),
         ("a.txt", "好\n".encode() + "中文".encode("gb18030"), r"a\.txt line 2: bytes that are not UTF-8"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}')[:-9], r"a\.jsonl\.gz is damaged"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}', mtime=0)[:-9], r"a\.jsonl\.gz is damaged"),
         ("a.csv", "text\nx\ny,z\n", r"a\.csv line 3: it needs 1 cells"),
         ("a.parquet", b"PAR1 nonsense", r"a\.parquet cannot be read"),
     ],
@@ -67,12 +67,12 @@ def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name, content, me
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.jsonl.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n')),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n', mtime=0)),
         ("a.json", json.dumps([{"text": "one"}, {"text": "two"}], indent=1)),
         ("a.JSON", json.dumps({"data": [{"text": "one"}, {"text": "two"}]})),
         ("a.csv", "id,text\n1,one\n2,two\n"),
         ("a.TXT", "one\n<|endoftext|>\ntwo\n"),
-        ("a.txt.gz", gzip.compress(b"one\n<|endoftext|>\ntwo\n")),
+        ("a.txt.gz", gzip.compress(b"one\n<|endoftext|>\ntwo\n", mtime=0)),
         ("a.txt", "one\n<|endoftext|>\ntwo\n".encode("utf-16")),
     ],
 )
