@@ -124,7 +124,7 @@ class Config:
     """learning rate of AdamW; auto: by what is trained, the model's width and the number of steps.
     100 steps at 576 channels take 1e-3 for an adapter and 1e-4 for every parameter.
     dpo takes a tenth of that, and wider models and longer runs take less"""
-    weight_decay: float = 0.0
+    weight_decay: Rare[float] = 0.0
     """decay of matrices and adapters"""
     warmup_ratio: float = 0.03
     """share of the run over which the learning rate rises; then it falls to 0 as a cosine"""

@@ -186,7 +186,8 @@ import sys, time
 from pathlib import Path
 from nanochat.checkpoint_manager.resume import hold
 from tests.support.tiny_model import on_cpu
-hold(Path(sys.argv[1]), on_cpu())
+compute = on_cpu()
+hold(Path(sys.argv[1]), compute)
 print("held", flush=True)
 time.sleep(600)
 """

@@ -50,6 +50,7 @@ LEAST = {
     "base_step": 0,
     "source_step": 0,
     "documents_every": 0,
+    "replay_every": 0,
     "top_k": 0,
     "warmup_steps": 0,
     "warmup_ratio": 0,

@@ -37,12 +37,11 @@ def check_replay(every: int, base: Base, compute: Compute) -> None:
 
     The whole model must fit one device to write its words.
     """
-    if every == 1 or every < 0:
+    if every == 1:
         raise UserError(
             tr(
-                "--replay_every must be 0 or at least 2, got {every}: with 1, no row would be left "
-                "for the data. Leave it out, or give --replay_every=4",
-                every=every,
+                "--replay_every must be 0 or at least 2, got 1: no row would be left for the data. "
+                "Leave it out, or give --replay_every=4"
             ),
             exit_code=2,
         )

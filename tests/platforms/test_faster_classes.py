@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nanochat.attention import PlainAttention, cache_mask
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.models.llama import Llama, LlamaConfig
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms import qwen_layers
 from nanochat.platforms.ascend.kernels import AscendChunked, AscendPlain
@@ -69,7 +70,16 @@ QWEN35_COUNTS = {
     "OperatorNorm": 11,
     "OperatorVocabulary": 2,
 }
-COUNTS = {"gpt": GPT_COUNTS, "qwen3": QWEN3_COUNTS, "qwen3.5": QWEN35_COUNTS}
+# Llama has no norms of heads.
+LLAMA3_COUNTS = {
+    "OperatorLlama": 1,
+    "OperatorBlock": 4,
+    "OperatorAttention": 4,
+    "OperatorMLP": 4,
+    "OperatorNorm": 9,
+    "OperatorVocabulary": 1,
+}
+COUNTS = {"gpt": GPT_COUNTS, "qwen3": QWEN3_COUNTS, "qwen3.5": QWEN35_COUNTS, "llama3": LLAMA3_COUNTS}
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -82,9 +92,9 @@ def new_model(family: str, dtype: torch.dtype) -> Any:
             config = GPTConfig(160, 320, 4, 4, 2, 256, "SL", offset_layers=2)
             return GPT(config, dtype)
         qwen = CONFIGS[family]
-        if family == "qwen3":
+        if family in ("qwen3", "llama3"):
             qwen = replace(qwen, n_layer=4, head_dim=64)
-        return Qwen(qwen, dtype)
+        return Llama(qwen, dtype) if isinstance(qwen, LlamaConfig) else Qwen(qwen, dtype)
 
 
 def filled(model: Any, device: str) -> Any:

@@ -131,7 +131,7 @@ def test_any_single_section_makes_a_report(base_folder: Path, kept: str) -> None
     stages_file().unlink()
     found, text = generated()
     assert list(found["sections"]) == [kept] and f"## {TITLES[kept]}" in text
-    assert found["summary"]["minutes"] == 0 and ("tinyworld_en" in found["summary"]) == (kept == "sft_eval")
+    assert ("tinyworld_en" in found["summary"]) == (kept == "sft_eval")
     report.show()
 
 

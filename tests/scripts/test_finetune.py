@@ -194,9 +194,8 @@ def test_a_stopped_run_with_the_models_own_words_ends_with_the_same_bits(models:
     assert again == measured and [value is not None for value in again] == [True, False, True, False, True]
 
 
-@pytest.mark.parametrize("every", [1, -2])
-def test_own_words_in_every_row_are_refused(models: Path, every: int) -> None:
-    assert "--replay_every" in refused(models, replay_every=every)
+def test_own_words_in_every_row_are_refused(models: Path) -> None:
+    assert "--replay_every" in refused(models, replay_every=1)
 
 
 # --- what is left at auto ------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import pytest
 
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
-from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, user
 from nanochat.generate.sampling import Sampling
 from nanochat.serve.models import Models
@@ -86,10 +85,3 @@ def test_the_publishers_settings_are_the_defaults_of_requests(
     ).settings.sampling
     for name, value in defaults.items():
         assert (getattr(sampling, name) or 0) == value
-
-
-@pytest.mark.parametrize(("name", "value"), [("temperature", "warm"), ("top_p", 2), ("top_k", 1.5), ("min_p", True)])
-def test_settings_that_no_publisher_can_mean_are_refused(name: str, value: object, tmp_path: Path) -> None:
-    (write_folder(tmp_path, "qwen3") / "generation_config.json").write_text(json.dumps({name: value}))
-    with pytest.raises(UserError, match=f"{name} in .*generation_config.json"):
-        models_of(Config(model=tmp_path, slots=1), on_cpu())

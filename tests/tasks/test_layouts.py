@@ -237,8 +237,8 @@ CELL = '"' + json.dumps(LEMON).replace('"', '""') + '"'
 FILES: dict[str, bytes] = {
     "bom_crlf.jsonl": ("\ufeff" + f"{LINE}\r\n{LINE}\r\n").encode(),
     "utf16.jsonl": f"{LINE}\n{LINE}\n".encode("utf-16"),
-    "lines.jsonl.gz": gzip.compress(f"{LINE}\n{LINE}\n".encode(, mtime=0)),
-    "no-ending": gzip.compress(f"{LINE}\n{LINE}\n".encode(, mtime=0)),
+    "lines.jsonl.gz": gzip.compress(f"{LINE}\n{LINE}\n".encode(), mtime=0),
+    "no-ending": gzip.compress(f"{LINE}\n{LINE}\n".encode(), mtime=0),
     "list.json": json.dumps([{"messages": LEMON}] * 2).encode(),
     "pretty_list.json": json.dumps([{"messages": LEMON}] * 2, indent=1).encode(),
     "data_key.json": json.dumps({"version": "1", "data": [{"messages": LEMON}] * 2}, indent=1).encode(),
@@ -248,7 +248,7 @@ FILES: dict[str, bytes] = {
     "mixed_layouts.jsonl": f"{ALPACA}\n{SHAREGPT}\n".encode(),
     "table.csv": b"instruction,output,id\nWhat colour is a lemon?,Yellow.,1\nWhat colour is a lemon?,Yellow.,2\n",
     "messages.csv": f"messages\n{CELL}\n{CELL}\n".encode(),
-    "table.CSV.gz": gzip.compress(b"\xef\xbb\xbfquestion,answer\n" + b"What colour is a lemon?,Yellow.\n" * 2),
+    "table.CSV.gz": gzip.compress(b"\xef\xbb\xbfquestion,answer\n" + b"What colour is a lemon?,Yellow.\n" * 2, mtime=0),
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from nanochat.platforms.ascend.environment import PortBlocks
 
 Language = Literal["en", "zh"]
 
+OPERATOR_FAILED = r"\b507\d\d\d\b|aicore exception"
 # A pattern that matches the error, and what it means and what to do, in English and Chinese.
 TROUBLES = (
     (
@@ -115,7 +116,7 @@ TROUBLES = (
         "用 ASCEND_RT_VISIBLE_DEVICES 避开这张卡，或运行 python check_npu.py",
     ),
     (
-        r"\b507\d\d\d\b|aicore exception",
+        OPERATOR_FAILED,
         "an operator failed on the card. ASCEND_LAUNCH_BLOCKING=1 shows which one; if it is always the same, try --kernels "
         "plain and update CANN with its ops package; if it is always the same card, leave the card out with "
         "ASCEND_RT_VISIBLE_DEVICES",
@@ -245,17 +246,18 @@ def in_use(card: int, free: int, total: int, language: Language | None = None) -
 
 def cannot_open(card: int, failure: str) -> str:
     """Return a message that says why a card cannot be opened, and what may help."""
-    words = explain(failure)
+    # No operator runs while a card is opened.
+    words = "" if re.search(OPERATOR_FAILED, failure) else explain(failure)
     lines = failure.splitlines() or ["no reason given"]
     if spoken() == "zh":
         if words:
-            return f"NPU {card} 打不开：{words}。"
+            return f"NPU {card} 打不开（{lines[0]}）：{words}。"
         return (
             f"NPU {card} 打不开：{lines[0]}。可能被另一个容器占用，或者这张卡有故障："
             "查看 npu-smi info，用 ASCEND_RT_VISIBLE_DEVICES 避开它，或运行 python check_npu.py"
         )
     if words:
-        return f"NPU {card} cannot be opened: {words}. "
+        return f"NPU {card} cannot be opened ({lines[0]}): {words}."
     return (
         f"NPU {card} cannot be opened: {lines[0]}. Another container may hold the card, or the card "
         "may be unhealthy: look at `npu-smi info`, leave the card out with "
