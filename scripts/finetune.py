@@ -124,7 +124,7 @@ class Config:
     """learning rate of AdamW; auto: by what is trained, the model's width and the number of steps.
     100 steps at 576 channels take 1e-3 for an adapter and 1e-4 for every parameter.
     dpo takes a tenth of that, and wider models and longer runs take less"""
-    weight_decay: Rare[float] = 0.0
+    weight_decay: float = 0.0
     """decay of matrices and adapters"""
     warmup_ratio: float = 0.03
     """share of the run over which the learning rate rises; then it falls to 0 as a cosine"""
@@ -142,7 +142,7 @@ class Config:
     """name of the result; default: the names of the model and of the first file"""
     eval_every: Free[int] = 100
     """steps between validations; 0: never validate"""
-    replay_every: int = 0
+    replay_every: Rare[int] = 0
     """one row in so many, for example 4, holds the model's own words, so that it forgets less; 0: none.
     The model writes them before training. They make it learn the data more slowly, so give more epochs too"""
     general_text: Rare[Free[Path | None]] = None

@@ -70,14 +70,14 @@ QWEN35_COUNTS = {
     "OperatorNorm": 11,
     "OperatorVocabulary": 2,
 }
-# Llama has no norms of heads.
+# Llama has no norms of heads, and its head is not tied.
 LLAMA3_COUNTS = {
     "OperatorLlama": 1,
     "OperatorBlock": 4,
     "OperatorAttention": 4,
     "OperatorMLP": 4,
     "OperatorNorm": 9,
-    "OperatorVocabulary": 1,
+    "OperatorVocabulary": 2,
 }
 COUNTS = {"gpt": GPT_COUNTS, "qwen3": QWEN3_COUNTS, "qwen3.5": QWEN35_COUNTS, "llama3": LLAMA3_COUNTS}
 
