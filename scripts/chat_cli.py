@@ -68,8 +68,8 @@ class Config(ModelFlags):
     0 draws from all of top_k. auto: 0.5 for a TinyWorld model, else 0; with --url,
     the server's default."""
     max_tokens: Annotated[int | Literal["auto"], arg(aliases=["-m"])] = "auto"
-    """Longest reply, in tokens. auto: a published model's own default, else 512;
-    with --url, the server's default, but at most half of its context."""
+    """Longest reply, in tokens. auto: 512; with --url, the server's default,
+    but at most half of its context."""
     seed: int = 42
     """Random seed. The same seed and the same messages give the same replies."""
     lang: Literal["auto", "en", "zh"] = "auto"

@@ -32,10 +32,7 @@ OFFLINE = {
     "OPENAI_AGENTS_DISABLE_TRACING": "1",
 }
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="setup_env.sh makes .venv/clients"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
