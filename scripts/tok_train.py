@@ -206,8 +206,11 @@ def choose_vocab_size(requested: int | Auto, characters: int | None) -> int:
     size = 32_768
     if characters is not None and characters < SMALL_CORPUS:
         size = 4_096
-    amount = f"{characters:,}" if characters else "many"
-    log(f"vocab_size: {size:,} (the corpus has {amount} characters)")
+    if characters:
+        reason = tr("the corpus has {characters:,} characters", characters=characters)
+    else:
+        reason = tr("the corpus has many characters")
+    log(tr("vocab_size: {size:,} ({reason})", size=size, reason=reason))
     return size
 
 
@@ -332,7 +335,7 @@ def export(tokenizer: Tokenizer, folder: Path | None) -> None:
     """Write the vocabulary to a folder in the formats of other libraries; None writes nothing."""
     if folder is not None:
         paths = tokenizer.export(folder)
-        log("exported: " + ", ".join(map(str, paths)))
+        log(tr("exported: {paths}", paths=", ".join(map(str, paths))))
 
 
 def _report(
