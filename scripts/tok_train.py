@@ -82,13 +82,13 @@ def train(cfg: Config) -> Tokenizer:
     used = Used([0] * len(corpora))
     start = time.monotonic()
     total = min(cfg.max_chars, characters) if characters else None
-    with Progress(f"read {data.name}", total, "characters") as progress:
+    with Progress(tr("read {name}", name=data.name), total, tr("characters")) as progress:
 
         def counted() -> Iterator[str]:
             for text in sample(corpora, data.shares, cfg, used):
                 yield text
                 progress.advance(len(text))
-            progress.say(f"merging to {vocab_size:,} tokens")
+            progress.say(tr("merging to {vocab_size:,} tokens", vocab_size=vocab_size))
 
         tokenizer = Tokenizer.train(counted(), vocab_size, cfg.pattern, Merging(progress))
     seconds = time.monotonic() - start
@@ -224,7 +224,7 @@ class Merging:
     def __call__(self, stage: str, count: int) -> None:
         if stage == "merge" and time.monotonic() - self._last_line >= PROGRESS_SECONDS:
             self._last_line = time.monotonic()
-            self._progress.say(f"{count:,} merges learned")
+            self._progress.say(tr("{count:,} merges learned", count=count))
 
 
 def compression(
