@@ -263,10 +263,15 @@ def print_table(
     data_name: str,
 ) -> None:
     """Print a table of bytes per token, with a column for each published vocabulary."""
-    vocabulary_text = f"{tokenizer.vocab_size:,} tokens, pattern {tokenizer.pattern}"
-    table = Table(title=f"{data_name}, {vocabulary_text}: bytes per token")
-    table.add_column("text", no_wrap=True)
-    for column in ("bytes", "tokens", "ours"):
+    title = tr(
+        "{corpus}, {size:,} tokens, pattern {pattern}: bytes per token",
+        corpus=data_name,
+        size=tokenizer.vocab_size,
+        pattern=tokenizer.pattern,
+    )
+    table = Table(title=title)
+    table.add_column(tr("text"), no_wrap=True)
+    for column in (tr("bytes"), tr("tokens"), tr("ours")):
         table.add_column(column, justify="right")
     for name, vocabulary in PUBLISHED.items():
         thousands = round(vocabulary.size / 1000)
