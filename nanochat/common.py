@@ -6,6 +6,7 @@ point of every script, which turns a mistake into one message and an exit code.
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import errno
 import functools
@@ -39,6 +40,7 @@ RARE = "stands under --help_all only"  # marks a flag or a group that few users 
 Rare = Annotated[T, RARE]  # the type of such a flag or group
 # The first of these that is set chooses the language of messages.
 LANGUAGE_VARIABLES = ("NANOCHAT_LANG", "LC_ALL", "LC_MESSAGES", "LANG")
+own_language = contextvars.ContextVar("own_language", default="")  # that of this thread or task
 MAX_JSON_BYTES = 1 << 28  # larger JSON files are refused
 # Characters that a terminal obeys or that reverse the direction of text: control characters except
 # tab and line feed, bidirectional marks, and halves of surrogate pairs, which Python uses for the
@@ -69,11 +71,9 @@ def visible(text: str) -> str:
 
 def language() -> str:
     """Return the language of messages, "zh" or "en", from NANOCHAT_LANG or else from the locale."""
-    for variable in LANGUAGE_VARIABLES:
-        value = os.environ.get(variable)
-        if value:
-            return "zh" if value.lower().startswith("zh") else "en"
-    return "en"
+    values = (own_language.get(), *map(os.environ.get, LANGUAGE_VARIABLES))
+    chosen = next(filter(None, values), "en")
+    return "zh" if chosen.lower().startswith("zh") else "en"
 
 
 @functools.cache

@@ -25,19 +25,19 @@ from typing import Any
 
 import torch
 
-from nanochat.common import UserError, appendix, required_appendix
+from nanochat.common import UserError, appendix, required_appendix, tr
 from nanochat.generate.adapters import Adapters
 from nanochat.generate.adjust import History, adjuster
 from nanochat.generate.graphs import DecodeGraphs
 from nanochat.generate.passes import Passes
 from nanochat.generate.reply import (
-    BROKEN,
     Calls,
     Completion,
     Event,
     Finish,
     StoppedReply,
     answer_marks,
+    broken_model,
 )
 from nanochat.generate.sampling import Choice, Sampling, check_request, choose, uniform
 from nanochat.generate.slots import STATE_INTERVAL, Request, Slots
@@ -78,16 +78,27 @@ class Engine:
         context = model.config.sequence_len
         if tokenizer.vocab_size != model.config.vocab_size:
             raise UserError(
-                f"the model has a vocabulary of {model.config.vocab_size} tokens, the tokenizer "
-                f"{tokenizer.vocab_size}: they do not belong together. Load the tokenizer saved "
-                "with the checkpoint."
+                tr(
+                    "the model has a vocabulary of {size} tokens, the tokenizer "
+                    "{tokenizer_size}: they do not belong together. Load the "
+                    "tokenizer saved with the checkpoint.",
+                    size=model.config.vocab_size,
+                    tokenizer_size=tokenizer.vocab_size,
+                )
             )
         self.length = context if length is None else length
         if slots < 1 or spare_slots < 0 or not 2 <= self.length <= context:
             raise UserError(
-                f"an engine needs at least 1 slot and a length from 2 to {context} tokens (the "
-                f"model's context), got {slots} slots, {spare_slots} spare ones and length "
-                f"{length}. Pass other values for slots, spare_slots and length."
+                tr(
+                    "an engine needs at least 1 slot and a length from 2 to {context} "
+                    "tokens (the model's context), got {slots} slots, {spare_slots} spare "
+                    "ones and length {length}. Pass other values for slots, spare_slots and "
+                    "length.",
+                    context=context,
+                    slots=slots,
+                    spare_slots=spare_slots,
+                    length=length,
+                )
             )
         self.model = model
         self.tokenizer = tokenizer
@@ -179,8 +190,10 @@ class Engine:
             self._adapters.number(sampling.adapter)
         elif sampling.adapter:
             raise UserError(
-                f"there is no adapter {sampling.adapter!r}: this engine has none. Ask for no "
-                "adapter",
+                tr(
+                    "there is no adapter {adapter!r}: this engine has none. Ask for no adapter",
+                    adapter=sampling.adapter,
+                ),
                 2,
             )
 
@@ -190,7 +203,7 @@ class Engine:
         Raises UserError (exit code 2) if their module is not in this copy of nanochat.
         """
         if self.schemas is None:
-            required_appendix("nanochat.generate.schema.grammar", "a JSON schema")
+            required_appendix("nanochat.generate.schema.grammar", tr("a JSON schema"))
         return self.schemas
 
     def submit_samples(
@@ -207,8 +220,11 @@ class Engine:
         """
         if not 1 <= samples <= MOST_SAMPLES:
             raise UserError(
-                f"a prompt can have from 1 to {MOST_SAMPLES} replies, got {samples:,}: ask for "
-                "fewer"
+                tr(
+                    "a prompt can have from 1 to {most} replies, got {samples:,}: ask for fewer",
+                    most=MOST_SAMPLES,
+                    samples=samples,
+                )
             )
         numbers = [self.submit(prompt, sampling)]
         for sample in range(1, samples):
@@ -275,8 +291,10 @@ class Engine:
         """
         if self.busy:
             raise UserError(
-                "generate() needs an idle engine, and this one has requests in flight: make "
-                "another Engine"
+                tr(
+                    "generate() needs an idle engine, and this one has requests in flight: "
+                    "make another Engine"
+                )
             )
         completions = [Completion() for _ in range(len(prompts) * samples)]
         index: dict[int, int] = {}  # request number -> index of its completion
@@ -288,7 +306,7 @@ class Engine:
             while self.busy:
                 for event in self.step():
                     if event.broken:
-                        raise UserError(BROKEN)
+                        raise UserError(broken_model())
                     completion = completions[index[event.request]]
                     completion.add(event)
                     if event.finish and on_done:

@@ -143,7 +143,13 @@ def evaluate_tasks(
             saved_score = records.saved_score()
             on_all_ranks = parallel.least(int(saved_score is not None), compute)
             if on_all_ranks and saved_score is not None:
-                log(f"{name}: done before, as {records.path} says; --again evaluates it again")
+                log(
+                    tr(
+                        "{name}: done before, as {path} says; --again evaluates it again",
+                        name=name,
+                        path=records.path,
+                    )
+                )
                 scores[name] = ChoiceScore(**saved_score)
             else:
                 scores[name] = evaluate_choices(
@@ -216,8 +222,13 @@ def evaluate_bits(
         loaded.row_tokens,
     )
     log(
-        f"val bpb: {loss.bits_per_byte:.4f} ({data.name}, {loss.tokens:,} tokens, {loss.bytes:,} "
-        "bytes)"
+        tr(
+            "val bpb: {bits_per_byte:.4f} ({name}, {tokens:,} tokens, {bytes:,} bytes)",
+            bits_per_byte=loss.bits_per_byte,
+            name=data.name,
+            tokens=loss.tokens,
+            bytes=loss.bytes,
+        )
     )
     return loss
 
@@ -233,7 +244,14 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
         device.barrier(compute)
     loaded = cfg.load(compute, "base")
     compute.operations.serve(loaded.model)
-    log(f"{loaded.stage} model {loaded.tag}, step {loaded.step:,}")
+    log(
+        tr(
+            "{stage} model {tag}, step {step:,}",
+            stage=loaded.stage,
+            tag=loaded.tag,
+            step=loaded.step,
+        )
+    )
     scores, broken = evaluate_tasks(cfg, loaded, compute)
     core = evaluate_core(cfg, loaded, compute)
     broken += core.broken if core else ()
@@ -247,7 +265,12 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
             exit_code=2,
         )
     if scores or core is not None:
-        log(f"answers: {records_dir(loaded.stage, loaded.tag, loaded.step)}")
+        log(
+            tr(
+                "answers: {folder}",
+                folder=records_dir(loaded.stage, loaded.tag, loaded.step),
+            )
+        )
     section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step, "core": None, "val": None}
     if core is not None and core.core is not None:
         section["core"] = {"core": core.core, "tasks": [asdict(task) for task in core.tasks]}

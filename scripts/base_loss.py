@@ -15,7 +15,7 @@ from tyro.conf import arg
 from nanochat import device
 from nanochat.checkpoint_manager.load import PUBLISHED, Loaded
 from nanochat.checkpoint_manager.locate import checkpoint_dir
-from nanochat.common import log, run
+from nanochat.common import log, run, tr
 from nanochat.data.mixing import Data
 from nanochat.device import Compute
 from nanochat.engine import Engine
@@ -110,8 +110,15 @@ def domain_losses(
         loaded.row_tokens,
     )
     for name, loss in losses.items():
-        counts = f"{loss.tokens:,} tokens, {loss.bytes:,} bytes"
-        log(f"val bpb of {name}: {loss.bits_per_byte:.4f} ({counts})")
+        log(
+            tr(
+                "val bpb of {name}: {bits_per_byte:.4f} ({tokens:,} tokens, {bytes:,} bytes)",
+                name=name,
+                bits_per_byte=loss.bits_per_byte,
+                tokens=loss.tokens,
+                bytes=loss.bytes,
+            )
+        )
     return losses
 
 
@@ -123,7 +130,15 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     """
     loaded = cfg.load(compute, "base")
     data = texts_for(cfg.data, loaded)
-    log(f"{loaded.stage} model {loaded.tag}, step {loaded.step:,}, on {data.name}")
+    log(
+        tr(
+            "{stage} model {tag}, step {step:,}, on {name}",
+            stage=loaded.stage,
+            tag=loaded.tag,
+            step=loaded.step,
+            name=data.name,
+        )
+    )
     model = loaded.weights[:16]
     section: dict[str, Any] = {
         "tag": loaded.tag,
@@ -133,7 +148,7 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     }
     reported = read_sections().get(f"{loaded.stage}_loss", {})
     if cfg.once and parallel.agree(int(reported.items() >= section.items()), compute):
-        log("in the report already")
+        log(tr("in the report already"))
         return reported
     for split in SPLITS if loaded.stage == "base" else SPLITS[1:]:
         loss = loss_eval.evaluate_split(
@@ -146,7 +161,15 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
             compute,
             loaded.row_tokens,
         )
-        log(f"{split} bpb: {loss.bits_per_byte:.4f} ({loss.tokens:,} tokens, {loss.bytes:,} bytes)")
+        log(
+            tr(
+                "{split} bpb: {bits_per_byte:.4f} ({tokens:,} tokens, {bytes:,} bytes)",
+                split=split,
+                bits_per_byte=loss.bits_per_byte,
+                tokens=loss.tokens,
+                bytes=loss.bytes,
+            )
+        )
         section[split] = asdict(loss)
     if cfg.domain_tokens != 0:
         losses = domain_losses(cfg.domain_tokens, loaded, data, compute)

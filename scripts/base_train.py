@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from nanochat import dataloader, schedule
 from nanochat.checkpoint_manager.families import on_meta
-from nanochat.common import log
+from nanochat.common import log, tr
 from nanochat.data.corpora import dropped_summary
 from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
@@ -152,7 +152,14 @@ def train(cfg: Config, compute: Compute) -> None:
         batch.tokens_per_step,
     )
     steps = horizon.steps
-    log(f"horizon: {steps:,} steps, {steps * batch.tokens_per_step:,} tokens ({horizon.reason})")
+    log(
+        tr(
+            "horizon: {steps:,} steps, {tokens:,} tokens ({reason})",
+            steps=steps,
+            tokens=steps * batch.tokens_per_step,
+            reason=horizon.reason,
+        )
+    )
 
     # Documents are tokenised once; a row is a pure function of (seed, row index)
     rows = dataloader.split_rows(corpus, tokenizer, "train", shape.sequence_len, cfg.run.seed)
@@ -165,8 +172,13 @@ def train(cfg: Config, compute: Compute) -> None:
     warn_of_missing(corpus.name)
     for part in facts.get("rows", []):
         log(
-            f"  {part['corpus']}: {part['share']} of the rows, {part['rows read']:,}, "
-            f"{part['epochs']:.2f} epochs"
+            tr(
+                "  {corpus}: {share} of the rows, {rows_read:,}, {epochs:.2f} epochs",
+                corpus=part["corpus"],
+                share=part["share"],
+                rows_read=part["rows read"],
+                epochs=part["epochs"],
+            )
         )
 
     # fp32 masters, sharded over the ranks; AdamW for tables and scalars, Muon for matrices

@@ -22,7 +22,7 @@ from nanochat.common import UserError, base_dir, run, tr
 from nanochat.data.conversation import Conversation, Message, Part, assistant, system, user
 from nanochat.device import compute_cleanup, compute_init
 from nanochat.engine import Engine
-from nanochat.generate.reply import BROKEN, TextStream, reply_parts
+from nanochat.generate.reply import TextStream, broken_model, reply_parts
 from nanochat.generate.sampling import Sampling, chat_drawing
 from nanochat.serve.chosen import ModelFlags, choose
 from nanochat.serve.cli.remote import SETTINGS, Remote
@@ -220,7 +220,7 @@ def reply(chat: Chat, question: str) -> bool:
         while engine.busy and not stopped():
             for event in engine.step():
                 if event.broken:
-                    raise UserError(BROKEN)
+                    raise UserError(broken_model())
                 tokens.append(event.token)
                 finish = event.finish
                 for piece in stream.push(event.token):

@@ -170,7 +170,14 @@ class Listener:
         if is_shown:
             self.show -= 1
             expected = words(self.task[i].messages[-1].parts)
-            log(f"  wrong: {question!r} -> {reply!r}, expected {expected!r}")
+            log(
+                tr(
+                    "  wrong: {question!r} -> {reply!r}, expected {expected!r}",
+                    question=question,
+                    reply=reply,
+                    expected=expected,
+                )
+            )
 
     def _question(self, i: int) -> str:
         messages = self.task[i].prompt.messages
@@ -314,7 +321,13 @@ def measure_likelihood(
     records = Records(folder, f"{name} likelihood", about, compute)
     saved_score = None if cfg.again else records.saved_score()
     if parallel.least(int(saved_score is not None), compute) and saved_score is not None:
-        log(f"{name}: done before, as {records.path} says; --again evaluates it again")
+        log(
+            tr(
+                "{name}: done before, as {path} says; --again evaluates it again",
+                name=name,
+                path=records.path,
+            )
+        )
         return ChoiceScore(**saved_score)
     tokens = cfg.batch_size * loaded.row_tokens
     return evaluate_choices(
@@ -376,7 +389,13 @@ def measure(
     if parallel.agree(int(saved_score is not None), compute):
         if saved_score is None:
             return None
-        log(f"{task.name}: done before, as {records.path} says; --again evaluates it again")
+        log(
+            tr(
+                "{name}: done before, as {path} says; --again evaluates it again",
+                name=task.name,
+                path=records.path,
+            )
+        )
         listener.samples = saved_score.pop("replies")
         saved_score["grades"] = tuple(map(tuple, saved_score["grades"]))
         return Score(**saved_score)
@@ -419,14 +438,21 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score | ChoiceScore]:
     sampling_for(None, cfg, None)  # refuses bad flags before the model is loaded
     loaded = cfg.load(compute)
     compute.operations.serve(loaded.model)
-    log(f"model: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}")
+    log(
+        tr(
+            "model: stage {stage}, tag {tag}, step {step}",
+            stage=loaded.stage,
+            tag=loaded.tag,
+            step=loaded.step,
+        )
+    )
     use_task_data(cfg.task_data)
     corpus = loaded.meta["config"]["corpus"]
     tasks, broken = choose_tasks(cfg.task_name, corpus, cfg.unsafe_exec, compute, cfg.shots)
     run_settings = settings(cfg, compute.dtype)
     reported = saved_section(loaded, run_settings, defaults)["tasks"] if cfg.once else {}
     if reported:
-        log(f"in the report already: {', '.join(reported)}")
+        log(tr("in the report already: {reported}", reported=", ".join(reported)))
     scores: dict[str, Score | ChoiceScore] = {}
     new_figures: dict[str, Any] = {}
     for task in tasks:
@@ -453,7 +479,12 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score | ChoiceScore]:
             warn(tr("{name} is left out: {why}", name=task.name, why=why))
             broken.append(task.name)
     if scores:
-        log(f"answers: {records_dir(loaded.stage, loaded.tag, loaded.step)}")
+        log(
+            tr(
+                "answers: {folder}",
+                folder=records_dir(loaded.stage, loaded.tag, loaded.step),
+            )
+        )
     if compute.main and (new_figures or reported):
         save_figures(loaded, run_settings, defaults, new_figures)
     if broken:

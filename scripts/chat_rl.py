@@ -13,7 +13,7 @@ import numpy as np
 
 from nanochat.checkpoint_manager.files import latest_step
 from nanochat.checkpoint_manager.locate import checkpoint_dir
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, tr
 from nanochat.context import model_arguments
 from nanochat.dataloader import epoch_numbers
 from nanochat.device import Compute
@@ -84,21 +84,28 @@ class Config:
         check_ranges(self)
         if self.top_k == 1:  # as at temperature 0
             raise UserError(
-                "--top_k must be 0 or at least 2, since with 1 all replies to a problem are alike, "
-                "got 1: change it, or leave it out",
+                tr(
+                    "--top_k must be 0 or at least 2, since with 1 all replies to a problem "
+                    "are alike, got 1: change it, or leave it out"
+                ),
                 exit_code=2,
             )
         for value, name in ((self.run.compile, "--compile"), (self.run.graphs, "--graphs")):
             if value:
                 raise UserError(
-                    "RL neither compiles nor captures its passes, whose shapes follow the replies, "
-                    f"got {name}: leave it out",
+                    tr(
+                        "RL neither compiles nor captures its passes, whose shapes follow "
+                        "the replies, got {name}: leave it out",
+                        name=name,
+                    ),
                     exit_code=2,
                 )
         if self.stage.matmul == "fp8":
             raise UserError(
-                "FP8 needs passes of a multiple of 16 tokens, and those of RL follow the replies, "
-                "got --matmul=fp8: leave it out",
+                tr(
+                    "FP8 needs passes of a multiple of 16 tokens, and those of RL follow "
+                    "the replies, got --matmul=fp8: leave it out"
+                ),
                 exit_code=2,
             )
 
@@ -109,9 +116,12 @@ def refuse_tuned(source: str, tag: str | None) -> None:
         return
     if latest_step(checkpoint_dir("tune", tag)) is not None:
         raise UserError(
-            f"{tag} was made by scripts.finetune, and chat_rl trains models that were pretrained "
-            f"here, of stage sft or mid. Name one of those with --model_tag, or train {tag} on "
-            "preferences with `python -m scripts.finetune --loss=dpo`",
+            tr(
+                "{tag} was made by scripts.finetune, and chat_rl trains models that were "
+                "pretrained here, of stage sft or mid. Name one of those with --model_tag, "
+                "or train {tag} on preferences with `python -m scripts.finetune --loss=dpo`",
+                tag=tag,
+            ),
             exit_code=2,
         )
 
@@ -130,8 +140,15 @@ def train(cfg: Config, compute: Compute) -> None:
     problems_per_step = cfg.examples_per_step * cfg.policy.oversample
     steps = cfg.epochs.steps(len(problems), problems_per_step, "a smaller --examples_per_step")
     log(
-        f"task: {task.name}, {len(problems):,} problems; {steps:,} steps of "
-        f"{problems_per_step} x {cfg.num_samples} replies"
+        tr(
+            "task: {name}, {problems:,} problems; {steps:,} steps of "
+            "{problems_per_step} x {num_samples} replies",
+            name=task.name,
+            problems=len(problems),
+            steps=steps,
+            problems_per_step=problems_per_step,
+            num_samples=cfg.num_samples,
+        )
     )
 
     sampler = Sampler(model, compute)

@@ -22,7 +22,7 @@ from tyro.conf import UseAppendAction, arg
 
 from nanochat.checkpoint_manager.load import PUBLISHED
 from nanochat.checkpoint_manager.locate import trained, updates
-from nanochat.common import UserError, base_dir, log, run, tr, warn
+from nanochat.common import UserError, base_dir, language, log, run, tr, warn
 from nanochat.data.traits import Drawing, traits
 from nanochat.device import Compute, compute_cleanup, compute_init
 from nanochat.engine import Engine
@@ -176,14 +176,22 @@ def check_origins(cfg: Config) -> None:
         is_site = site.scheme in ("http", "https") and site.netloc
         if origin != "*" and (not is_site or origin != f"{site.scheme}://{site.netloc}".lower()):
             raise UserError(
-                "--allow_origin must be * or a site without a path and in lower case, such as "
-                f"https://chat.example.org or http://localhost:3000, got {origin!r}",
+                tr(
+                    "--allow_origin must be * or a site without a path and in lower case, "
+                    "such as https://chat.example.org or http://localhost:3000, got "
+                    "{origin!r}",
+                    origin=origin,
+                ),
                 exit_code=2,
             )
         if not key_of(cfg) and not is_local(site.hostname or ""):
             raise UserError(
-                f"--allow_origin {origin} would let pages of another machine use the model without "
-                f"a key: set --api_key or {KEY_VARIABLE}",
+                tr(
+                    "--allow_origin {origin} would let pages of another machine use the "
+                    "model without a key: set --api_key or {key_variable}",
+                    origin=origin,
+                    key_variable=KEY_VARIABLE,
+                ),
                 exit_code=2,
             )
 
@@ -242,9 +250,11 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as failure:
-        advice = (
-            f"--host must be an address of this machine, got {host!r} ({failure.strerror}): leave "
-            "it out for 127.0.0.1"
+        advice = tr(
+            "--host must be an address of this machine, got {host!r} ({reason}): leave "
+            "it out for 127.0.0.1",
+            host=host,
+            reason=failure.strerror,
         )
         raise UserError(advice) from None
     family, _, _, _, address = infos[0]
@@ -265,8 +275,9 @@ def listen(host: str, port: int) -> socket.socket:
                 port=port,
             )
         elif failure.errno == errno.EADDRNOTAVAIL:
-            advice = (
-                f"--host must be an address of this machine, got {host}: leave it out for 127.0.0.1"
+            advice = tr(
+                "--host must be an address of this machine, got {host}: leave it out for 127.0.0.1",
+                host=host,
             )
         else:
             raise
@@ -420,8 +431,10 @@ def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
     folders = adapter_folders([*cfg.adapter, *also_adapters], cfg.model)
     if cfg.graphs and also:
         raise UserError(
-            "--graphs serves one model and its adapters: leave out --graphs, or the models of "
-            "--also",
+            tr(
+                "--graphs serves one model and its adapters: leave out --graphs, or the "
+                "models of --also"
+            ),
             2,
         )
     if also:  # the threads of several models would disturb a capture
@@ -443,9 +456,20 @@ def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
     adapted = [with_adapter(models[0], name, folder) for name, folder in folders.items()]
     for model in adapted:
         tag = harmless(model.announced.tag)
-        log(f"适配器 / adapter: {tag}, in the API {harmless(model.announced.model)}")
+        log(
+            tr(
+                "适配器 / adapter: {tag}, in the API {model}",
+                tag=tag,
+                model=harmless(model.announced.model),
+            )
+        )
     if first.other_models and not cfg.also:
-        log(f"其他模型 / other models, newest first: {harmless(' | '.join(first.other_models))}")
+        log(
+            tr(
+                "其他模型 / other models, newest first: {other_models}",
+                other_models=harmless(" | ".join(first.other_models)),
+            )
+        )
     # The adapters of --adapter come before their base, and those of --also come after it.
     count = len(cfg.adapter)
     return [*adapted[:count], models[0], *adapted[count:], *models[1:]]
@@ -467,8 +491,11 @@ def named_models(
     name = cfg.served_model_name or name
     if name in folders:
         raise UserError(
-            f"an adapter would have the name of its base, {name}: give it another one, as "
-            "NAME=FOLDER",
+            tr(
+                "an adapter would have the name of its base, {name}: give it another one, "
+                "as NAME=FOLDER",
+                name=name,
+            ),
             2,
         )
     chosen = {name: first}
@@ -476,7 +503,12 @@ def named_models(
         name, further = choose_also(value, cfg, cfg.dtype, compute)
         if name in chosen or name in folders:
             raise UserError(
-                f"--also {value} names a model that is served already, as {name}: leave it out", 2
+                tr(
+                    "--also {value} names a model that is served already, as {name}: leave it out",
+                    value=value,
+                    name=name,
+                ),
+                2,
             )
         chosen[name] = further
     return chosen
@@ -494,17 +526,47 @@ def log_model(
     `name` is the model's name in the API, or "" if clients do not need it.
     """
     loaded = chosen.loaded
-    api = f", in the API {name}" if name else ""
-    model = f"stage {loaded.stage}, tag {harmless(loaded.tag)}, step {loaded.step}"
-    log(f"模型 / model: {model}, context of {chosen.context} tokens{api}")
+    api = tr(", in the API {name}", name=name) if name else ""
+    log(
+        tr(
+            "模型 / model: stage {stage}, tag {tag}, step {step}, context of {context} tokens{api}",
+            stage=loaded.stage,
+            tag=harmless(loaded.tag),
+            step=loaded.step,
+            context=chosen.context,
+            api=api,
+        )
+    )
     gigabytes = cache_bytes / 1e9
-    chats = f"{slots} chats of {chosen.context:,} tokens"
-    log(f"缓存 / cache: {chats}: up to {gigabytes:.2g} GB")
+    log(
+        tr(
+            "缓存 / cache: {slots} chats of {context:,} tokens: up to {gigabytes:.2g} GB",
+            slots=slots,
+            context=chosen.context,
+            gigabytes=gigabytes,
+        )
+    )
     if chosen.latest:
-        log(f"这是最近训练的模型 / this is the model that was trained last: {chosen.latest}")
-    numbers = f"温度 / temperature {drawing.temperature:g}, top-k {drawing.top_k}"
-    numbers += f", top-p {drawing.top_p:g}, min-p {drawing.min_p:g}"
-    log(f"{numbers}: {drawing.reason['zh']} / {drawing.reason['en']}")
+        log(
+            tr(
+                "这是最近训练的模型 / this is the model that was trained last: {latest}",
+                latest=chosen.latest,
+            )
+        )
+    reason = f"{drawing.reason['zh']} / {drawing.reason['en']}"
+    if language() == "zh":
+        reason = drawing.reason["zh"]
+    log(
+        tr(
+            "温度 / temperature {temperature:g}, top-k {top_k}, top-p {top_p:g}, "
+            "min-p {min_p:g}: {reason}",
+            temperature=drawing.temperature,
+            top_k=drawing.top_k,
+            top_p=drawing.top_p,
+            min_p=drawing.min_p,
+            reason=reason,
+        )
+    )
 
 
 def chat_web(
@@ -518,10 +580,13 @@ def chat_web(
 
 def show_runs(cfg: Config, listener: socket.socket) -> None:
     """Serve the page of training runs, without a model, until Ctrl-C."""
-    log(f"训练过程 / training runs under: {harmless(str(base_dir()))}")
+    log(tr("训练过程 / training runs under: {base_dir}", base_dir=harmless(str(base_dir()))))
     if not cfg.runs_only:
         log(
-            "还没有训练好的模型，因此只显示训练过程 / no model is trained yet, so there are only the runs to see"
+            tr(
+                "还没有训练好的模型，因此只显示训练过程 / "
+                "no model is trained yet, so there are only the runs to see"
+            )
         )
     serve_until_stopped(cfg, create_runs_app(base_dir(), hosts_of(cfg), key_of(cfg)), listener)
 
@@ -533,22 +598,26 @@ def serve_until_stopped(
 ) -> None:
     """Log where the server can be reached, warn if it is open to all, and serve until Ctrl-C."""
     if not is_local(cfg.host) and not key_of(cfg):
-        action = "use the model" if app.threads else "see the training runs"
+        action = tr("use the model") if app.threads else tr("see the training runs")
         warn(
-            f"--host {cfg.host} lets everyone who can reach this machine {action}, without a key, "
-            "and all messages travel unencrypted. To ask for a key, set --api_key. To serve only "
-            "this machine, leave --host out"
+            tr(
+                "--host {host} lets everyone who can reach this machine {action}, without a "
+                "key, and all messages travel unencrypted. To ask for a key, set --api_key. "
+                "To serve only this machine, leave --host out",
+                host=cfg.host,
+                action=action,
+            )
         )
     for address in addresses(listener, cfg.host):
         if cfg.headless:
-            log(f"API 地址 / the API is at: {address}/v1")
+            log(tr("API 地址 / the API is at: {address}/v1", address=address))
         elif app.threads:
-            log(f"在浏览器中打开 / open in a browser: {address}")
+            log(tr("在浏览器中打开 / open in a browser: {address}", address=address))
         if cfg.runs or cfg.runs_only:
-            log(f"查看训练 / watch training at: {address}/runs")
-    log("按 Ctrl-C 停止 / Ctrl-C stops")
+            log(tr("查看训练 / watch training at: {address}/runs", address=address))
+    log(tr("按 Ctrl-C 停止 / Ctrl-C stops"))
     serve(app, listener)
-    log("已停止 / stopped")
+    log(tr("已停止 / stopped"))
 
 
 def main(cfg: Config) -> None:

@@ -184,10 +184,17 @@ class Config:
         if rule == FIRST_RATE_RULE:
             return schedule.first_tuning_rate(adapter, preferences)
         rate = schedule.tuning_rate(width, steps, adapter, preferences)
-        trained = "an adapter" if adapter else "every parameter"
+        trained = tr("an adapter") if adapter else tr("every parameter")
         log(
-            f"learning_rate: {rate:.2g} (for {trained}, {width:,} channels and {steps:,} steps, "
-            f"loss {self.objective.loss})"
+            tr(
+                "learning_rate: {rate:.2g} (for {trained}, {width:,} channels and {steps:,} "
+                "steps, loss {loss})",
+                rate=rate,
+                trained=trained,
+                width=width,
+                steps=steps,
+                loss=self.objective.loss,
+            )
         )
         return rate
 
@@ -231,7 +238,15 @@ def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
     lengths = conversation_lengths("tune", conversations, base.tokenizer, conversations.together)
     total, longest = int(lengths.sum()), int(lengths.max())
     length = schedule.tuning_row_tokens(total, longest, base.model.config.sequence_len)
-    log(f"max_length: {length:,} tokens a row (for {total:,} tokens, the longest of {longest:,})")
+    log(
+        tr(
+            "max_length: {length:,} tokens a row (for {total:,} tokens, the longest of "
+            "{longest:,})",
+            length=length,
+            total=total,
+            longest=longest,
+        )
+    )
     return length
 
 
@@ -280,8 +295,17 @@ def train(cfg: Config, compute: Compute) -> None:
         content=conversations.key,
         **facts,
     )
-    trained = f"an adapter of rank {lora.rank}" if lora else "every parameter"
-    log(f"tune: {trained} of {base.folder.name}; checkpoints go to {folder.path}")
+    trained = tr("every parameter")
+    if lora:
+        trained = tr("an adapter of rank {rank}", rank=lora.rank)
+    log(
+        tr(
+            "tune: {trained} of {name}; checkpoints go to {path}",
+            trained=trained,
+            name=base.folder.name,
+            path=folder.path,
+        )
+    )
 
     length = row_tokens(cfg, conversations, base)
     base = base.with_rows_of(length)

@@ -20,7 +20,7 @@ import tiktoken
 from rich.console import Console
 from rich.table import Table
 
-from nanochat.common import UserError, log, run
+from nanochat.common import UserError, log, run, tr
 from nanochat.data.corpora import Corpus, shards
 from nanochat.data.mixing import resolve_data
 from nanochat.data.shards import texts
@@ -172,8 +172,11 @@ def train(cfg: Config) -> list[Row]:
     uncached = [name for name in published if not is_cached(name)]
     if uncached:
         log(
-            "tiktoken has not cached these, so they are compared on the samples only: "
-            f"{', '.join(uncached)}"
+            tr(
+                "tiktoken has not cached these, so they are compared on the samples only: "
+                "{uncached}",
+                uncached=", ".join(uncached),
+            )
         )
     section = {
         "corpus": data.name,
@@ -203,8 +206,12 @@ def measure(
     tokens = tokenizer.encode_batch(documents)
     if [tokenizer.decode(ids) for ids in tokens] != documents:
         raise UserError(
-            f"{kind}: decoding the tokens of a text does not give the text back. Train the "
-            f"tokenizer again: python -m scripts.tok_train --data {quote(data_name)}"
+            tr(
+                "{kind}: decoding the tokens of a text does not give the text back. Train "
+                "the tokenizer again: python -m scripts.tok_train --data {data_name}",
+                kind=kind,
+                data_name=quote(data_name),
+            )
         )
     num_bytes = count_bytes(documents)
     num_tokens = sum(map(len, tokens))
@@ -256,10 +263,15 @@ def print_table(
     data_name: str,
 ) -> None:
     """Print a table of bytes per token, with a column for each published vocabulary."""
-    vocabulary_text = f"{tokenizer.vocab_size:,} tokens, pattern {tokenizer.pattern}"
-    table = Table(title=f"{data_name}, {vocabulary_text}: bytes per token")
-    table.add_column("text", no_wrap=True)
-    for column in ("bytes", "tokens", "ours"):
+    title = tr(
+        "{corpus}, {size:,} tokens, pattern {pattern}: bytes per token",
+        corpus=data_name,
+        size=tokenizer.vocab_size,
+        pattern=tokenizer.pattern,
+    )
+    table = Table(title=title)
+    table.add_column(tr("text"), no_wrap=True)
+    for column in (tr("bytes"), tr("tokens"), tr("ours")):
         table.add_column(column, justify="right")
     for name, vocabulary in PUBLISHED.items():
         thousands = round(vocabulary.size / 1000)

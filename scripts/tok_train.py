@@ -82,13 +82,13 @@ def train(cfg: Config) -> Tokenizer:
     used = Used([0] * len(corpora))
     start = time.monotonic()
     total = min(cfg.max_chars, characters) if characters else None
-    with Progress(f"read {data.name}", total, "characters") as progress:
+    with Progress(tr("read {name}", name=data.name), total, tr("characters")) as progress:
 
         def counted() -> Iterator[str]:
             for text in sample(corpora, data.shares, cfg, used):
                 yield text
                 progress.advance(len(text))
-            progress.say(f"merging to {vocab_size:,} tokens")
+            progress.say(tr("merging to {vocab_size:,} tokens", vocab_size=vocab_size))
 
         tokenizer = Tokenizer.train(counted(), vocab_size, cfg.pattern, Merging(progress))
     seconds = time.monotonic() - start
@@ -206,8 +206,11 @@ def choose_vocab_size(requested: int | Auto, characters: int | None) -> int:
     size = 32_768
     if characters is not None and characters < SMALL_CORPUS:
         size = 4_096
-    amount = f"{characters:,}" if characters else "many"
-    log(f"vocab_size: {size:,} (the corpus has {amount} characters)")
+    if characters:
+        reason = tr("the corpus has {characters:,} characters", characters=characters)
+    else:
+        reason = tr("the corpus has many characters")
+    log(tr("vocab_size: {size:,} ({reason})", size=size, reason=reason))
     return size
 
 
@@ -221,7 +224,7 @@ class Merging:
     def __call__(self, stage: str, count: int) -> None:
         if stage == "merge" and time.monotonic() - self._last_line >= PROGRESS_SECONDS:
             self._last_line = time.monotonic()
-            self._progress.say(f"{count:,} merges learned")
+            self._progress.say(tr("{count:,} merges learned", count=count))
 
 
 def compression(
@@ -332,7 +335,7 @@ def export(tokenizer: Tokenizer, folder: Path | None) -> None:
     """Write the vocabulary to a folder in the formats of other libraries; None writes nothing."""
     if folder is not None:
         paths = tokenizer.export(folder)
-        log("exported: " + ", ".join(map(str, paths)))
+        log(tr("exported: {paths}", paths=", ".join(map(str, paths))))
 
 
 def _report(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanochat.common import tr
 from tasks.choices import ChoiceProblem, ChoiceTask, Plain
 from tasks.common import one_of
 from tasks.published import Published, load_table
@@ -38,8 +39,8 @@ class ARC(ChoiceTask):
         split: str,
         folder: str | Path | None = None,
     ):
-        one_of("the subset of ARC", subset, ("ARC-Easy", "ARC-Challenge"))
-        one_of("the split of ARC", split, ("train", "validation", "test"))
+        one_of(tr("the subset of {task}", task="ARC"), subset, ("ARC-Easy", "ARC-Challenge"))
+        one_of(tr("the split of {task}", task="ARC"), split, ("train", "validation", "test"))
         columns = ("question", "choices", "answerKey")
         plain = Plain(opening="Question: ", lettered=False)
         table = load_table(source(subset, split), columns, folder)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.data.conversation import Task
 from tasks.arc import ARC
 from tasks.ceval import CEval
@@ -33,7 +33,12 @@ def use_task_data(folder: str | None) -> None:
     if folder is not None:
         if not Path(folder).expanduser().is_dir():
             raise UserError(
-                f"--task_data names a folder with copies of data sets, and {folder} is no folder", 2
+                tr(
+                    "--task_data names a folder with copies of data sets, and {folder} is "
+                    "no folder",
+                    folder=folder,
+                ),
+                2,
             )
         os.environ["NANOCHAT_TASK_DIR"] = folder
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanochat.common import tr
 from tasks.choices import ChoiceProblem, ChoiceTask, Plain, letter_columns
 from tasks.common import one_of
 from tasks.published import Published, Table, load_subjects
@@ -97,7 +98,7 @@ class CEval(ChoiceTask):
         folder: str | Path | None = None,
         shots: int = 5,
     ):
-        one_of("the split of C-Eval", split, ("val", "dev"))
+        one_of(tr("the split of {task}", task="C-Eval"), split, ("val", "dev"))
         table = _load(split, folder)
         examples = _load("dev", folder) if shots else None
         super().__init__("C-Eval", table, _read, Plain(intro, cue="\n答案："), examples, shots)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.data.conversation import Cloze, Conversation, Message, assistant, user
 from tasks.published import Table
 
@@ -157,8 +157,12 @@ def _checked(problem: ChoiceProblem, where: str) -> ChoiceProblem:
     count = len(problem.choices)
     if not 2 <= count <= len(LETTERS) or not 0 <= problem.answer < count:
         raise UserError(
-            f"{where}: the answer of a row must be one of its choices, got {problem}. Fix or "
-            "remove the row."
+            tr(
+                "{where}: the answer of a row must be one of its choices, got {problem}. "
+                "Fix or remove the row.",
+                where=where,
+                problem=problem,
+            )
         )
     return problem
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanochat.common import tr
 from tasks.choices import ChoiceProblem, ChoiceTask, Plain, letter_columns
 from tasks.common import one_of
 from tasks.published import Published, Table, load_subjects
@@ -105,7 +106,7 @@ class CMMLU(ChoiceTask):
         folder: str | Path | None = None,
         shots: int = 5,
     ):
-        one_of("the split of CMMLU", split, ("test", "dev"))
+        one_of(tr("the split of {task}", task="CMMLU"), split, ("test", "dev"))
         table = _load(split, folder)
         examples = _load("dev", folder) if shots else None
         super().__init__("CMMLU", table, _read, Plain(intro, cue="\n答案："), examples, shots)

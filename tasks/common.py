@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.data.conversation import Conversation, Task
 
 
@@ -22,7 +22,14 @@ def one_of(
 ) -> str:
     """Return `value`, or raise UserError with the allowed values if it is not one of them."""
     if value not in allowed:
-        raise UserError(f"{label} must be one of {', '.join(allowed)}, got {value!r}")
+        raise UserError(
+            tr(
+                "{label} must be one of {allowed}, got {value!r}",
+                label=label,
+                allowed=", ".join(allowed),
+                value=value,
+            )
+        )
     return value
 
 
@@ -57,7 +64,10 @@ class Ungraded:
 
     def grade(self, i: int, reply: str) -> float:
         raise UserError(
-            f"{self.name} has no right answers, so it can only train a model; choose another task"
+            tr(
+                "{name} has no right answers, so it can only train a model; choose another task",
+                name=self.name,
+            )
         )
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import visible
+from nanochat.common import tr, visible
 from nanochat.data.conversation import Conversation
 from tasks.common import Ungraded
 from tasks.messages import (
@@ -53,7 +53,7 @@ class CustomJSON(Ungraded):
 
         self._conversations = []
         for place, conversation in read_file(
-            filepath, read, "conversation", _SHAPE, skip_bad_lines
+            filepath, read, tr("conversation"), _SHAPE, skip_bad_lines
         ):
             self._conversations.append(replace(conversation, origin=place))
 
@@ -83,7 +83,10 @@ def read_record(value: Any) -> Conversation:
         return read_messages(value)
     if not isinstance(value, Mapping):
         raise ValueError(
-            f"a conversation is a list of messages or an object, got {type(value).__name__}"
+            tr(
+                "a conversation is a list of messages or an object, got {kind}",
+                kind=type(value).__name__,
+            )
         )
     names = [name for name in MESSAGES if value.get(name) is not None]
     if names:
@@ -119,8 +122,11 @@ def _of_prompt_and_completion(value: Mapping[str, Any]) -> Conversation:
         completion = [{"role": "assistant", "content": completion}]
     if not isinstance(completion, list):
         raise ValueError(
-            'a list of messages under "prompt" needs a list of messages under "completion", got '
-            f"{type(completion).__name__}"
+            tr(
+                'a list of messages under "prompt" needs a list of messages under '
+                '"completion", got {kind}',
+                kind=type(completion).__name__,
+            )
         )
     prompt = with_system(value, value["prompt"])
     conversation = read_messages([*prompt, *completion])
@@ -138,9 +144,13 @@ def _of_question_and_answer(value: Mapping[str, Any]) -> Conversation:
     answers = [key for key in _ANSWERS if value.get(key) is not None]
     if not questions or not answers:
         raise ValueError(
-            'an object needs "messages" or "conversations", or a question (instruction, query, '
-            "question, prompt or input) and its answer (output, response, answer or completion); "
-            f"it has the keys {first_keys(value)}{_hint(value)}"
+            tr(
+                'an object needs "messages" or "conversations", or a question (instruction, '
+                "query, question, prompt or input) and its answer (output, response, answer "
+                "or completion); it has the keys {keys}{hint}",
+                keys=first_keys(value),
+                hint=_hint(value),
+            )
         )
     question = questions[0]
     answer = answers[0]
@@ -158,18 +168,18 @@ def _of_question_and_answer(value: Mapping[str, Any]) -> Conversation:
 
 def _hint(value: Mapping[str, Any]) -> str:
     if "chosen" in value and "rejected" in value:
-        return ". Pairs of answers are read with scripts.finetune --loss=dpo"
+        return tr(". Pairs of answers are read with scripts.finetune --loss=dpo")
     return ""
 
 
 def first_keys(value: Mapping[str, Any]) -> str:
-    """Return the first keys of a record, or "none", for an error message."""
-    return ", ".join(visible(str(key)[:20]) for key in list(value)[:6]) or "none"
+    """Return the first keys of a record, or tr("none"), for an error message."""
+    return ", ".join(visible(str(key)[:20]) for key in list(value)[:6]) or tr("none")
 
 
 def message_list(messages: Any) -> Any:
     """Return messages, parsed if they are JSON text, as tables hold them."""
-    return parsed(messages, "a list of messages") if isinstance(messages, str) else messages
+    return parsed(messages, tr("a list of messages")) if isinstance(messages, str) else messages
 
 
 def with_system(value: Mapping[str, Any], messages: Any) -> Any:
@@ -183,14 +193,16 @@ def with_system(value: Mapping[str, Any], messages: Any) -> Any:
         return messages
     system = systems[0]
     if system != systems[-1]:
-        raise ValueError('"system" and "system_prompt" differ; keep one of them')
+        raise ValueError(tr('"system" and "system_prompt" differ; keep one of them'))
     first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
     if first.get("role", first.get("from")) not in ("system", "developer"):
         return [{"role": "system", "content": system}, *messages]
     if first.get("content", first.get("value")) != system:
         raise ValueError(
-            'the messages begin with another system message than the key "system" holds; keep one '
-            "of them"
+            tr(
+                'the messages begin with another system message than the key "system" '
+                "holds; keep one of them"
+            )
         )
     return messages
 
@@ -203,17 +215,17 @@ def question_turns(value: Mapping[str, Any], question: str) -> list[dict[str, An
     """
     history = value.get("history")
     if isinstance(history, str) and history not in EMPTY:
-        history = parsed(history, 'a list of [question, answer] under "history"')
+        history = parsed(history, tr('a list of [question, answer] under "history"'))
     if history in EMPTY:
         history = []
     if not isinstance(history, list) or not all(map(_is_pair, history)):
-        raise ValueError('"history" must be a list of [question, answer]')
+        raise ValueError(tr('"history" must be a list of [question, answer]'))
     words = value[question]
     input_text = value.get("input") if question in _WITH_INPUT else None
     if input_text in EMPTY:
         input_text = ""
     if not isinstance(words, str) or not isinstance(input_text, str):
-        raise ValueError(f'"{question}" and "input" must be texts')
+        raise ValueError(tr('"{question}" and "input" must be texts', question=question))
     turns: list[dict[str, Any]] = []
     for earlier_question, earlier_answer in history:
         turns.append({"role": "user", "content": earlier_question})

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.data.calculator import calculate
 from nanochat.data.conversation import Conversation, Part, chat
 from tasks.common import final_number, one_of
@@ -56,8 +56,8 @@ class GSM8K:
         subset: str = "main",
         folder: str | Path | None = None,
     ):
-        one_of("the split of GSM8K", split, ("train", "test"))
-        one_of("the subset of GSM8K", subset, ("main",))
+        one_of(tr("the split of {task}", task="GSM8K"), split, ("train", "test"))
+        one_of(tr("the subset of {task}", task="GSM8K"), subset, ("main",))
         self._table = load_table(source(split, subset), ("question", "answer"), folder)
 
     def __len__(self) -> int:
@@ -75,7 +75,11 @@ class GSM8K:
         answer = final_number(solution)
         if answer is None:
             raise UserError(
-                f"{self._table.source}: a row has no number after ####: {solution!r}. Fix or "
-                "remove the row."
+                tr(
+                    "{source}: a row has no number after ####: {solution!r}. Fix or remove "
+                    "the row.",
+                    source=self._table.source,
+                    solution=solution,
+                )
             )
         return float(final_number(reply) == answer)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanochat.common import parse_json, visible
+from nanochat.common import parse_json, tr, visible
 from nanochat.data.conversation import Conversation, Message, Part, Role
 from tasks.record_keys import EMPTY, check_message, is_trained
 
@@ -35,14 +35,20 @@ ROLES: dict[str, Role | str] = {
 _QUESTIONS = ("human", "user", "input")
 _ANSWERS = ("assistant", "gpt", "bot", "output")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_OWN_REMEDY = (
-    "the chat format of our own models has only the calculator; fine-tune a published model with "
-    "scripts.finetune, or leave such records out"
-)
-_THOUGHTS_REMEDY = (
-    "the chat format of our own models has no place for reasoning; write it at the beginning of the "
-    "content, as <think>...</think>, or remove the key"
-)
+
+
+def _own_remedy() -> str:
+    return tr(
+        "the chat format of our own models has only the calculator; fine-tune a published model with "
+        "scripts.finetune, or leave such records out"
+    )
+
+
+def _thoughts_remedy() -> str:
+    return tr(
+        "the chat format of our own models has no place for reasoning; write it at the beginning of the "
+        "content, as <think>...</think>, or remove the key"
+    )
 
 
 def read_messages(messages: Any) -> Conversation:
@@ -53,14 +59,18 @@ def read_messages(messages: Any) -> Conversation:
     if a tool answers without a call, or if no answer is trained.
     """
     if isinstance(messages, str):
-        messages = parsed(messages, "a list of messages")
+        messages = parsed(messages, tr("a list of messages"))
     if not isinstance(messages, list):
-        raise ValueError(f"a conversation is a list of messages, got {type(messages).__name__}")
+        raise ValueError(
+            tr("a conversation is a list of messages, got {kind}", kind=type(messages).__name__)
+        )
     turns: list[Message] = []
     for n, message in enumerate(_single_messages(messages), start=1):
         turn = _read_message(message, n)
         if turn.role == "tool" and not any(before.role == "assistant" for before in turns):
-            raise ValueError(f"message {n} is the result of a tool, and no call comes before it")
+            raise ValueError(
+                tr("message {n} is the result of a tool, and no call comes before it", n=n)
+            )
         turns.append(turn)
     return checked(Conversation(tuple(turns)))
 
@@ -69,11 +79,15 @@ def checked(conversation: Conversation) -> Conversation:
     """Return a conversation, or raise ValueError if it holds no answer to train."""
     answers = [turn for turn in conversation.messages if turn.role == "assistant"]
     if not answers:
-        raise ValueError("a conversation needs a message of role 'assistant' to train, got none")
+        raise ValueError(
+            tr("a conversation needs a message of role 'assistant' to train, got none")
+        )
     if not any(turn.trained for turn in answers):
         raise ValueError(
-            "every assistant message has weight 0, loss false or train false, so nothing is "
-            "trained; remove the record"
+            tr(
+                "every assistant message has weight 0, loss false or train false, so "
+                "nothing is trained; remove the record"
+            )
         )
     return conversation
 
@@ -95,20 +109,34 @@ def check_own_format(conversation: Conversation) -> None:
     system message.
     """
     for key in conversation.options:
-        raise ValueError(f'the key "{key}" cannot be honoured: {_OWN_REMEDY}')
+        raise ValueError(
+            tr('the key "{key}" cannot be honoured: {remedy}', key=key, remedy=_own_remedy())
+        )
     expected_role = "user"
     for n, message in enumerate(conversation.messages, start=1):
         for key in message.fields:
-            remedy = _THOUGHTS_REMEDY if key == "reasoning_content" else _OWN_REMEDY
-            raise ValueError(f'the key "{key}" of message {n} cannot be honoured: {remedy}')
+            remedy = _thoughts_remedy() if key == "reasoning_content" else _own_remedy()
+            raise ValueError(
+                tr(
+                    'the key "{key}" of message {n} cannot be honoured: {remedy}',
+                    key=key,
+                    n=n,
+                    remedy=remedy,
+                )
+            )
         if message.role == "system" and n == 1:
             continue
         if message.role != expected_role:
             raise ValueError(
-                f"message {n} must have role {expected_role!r}, because user and assistant take "
-                "turns in the chat format of our own models, after an optional system message; got "
-                f"{message.role!r}. Reorder or join the messages, or fine-tune a published model "
-                "with scripts.finetune"
+                tr(
+                    "message {n} must have role {expected_role!r}, because user and "
+                    "assistant take turns in the chat format of our own models, after an "
+                    "optional system message; got {role!r}. Reorder or join the messages, "
+                    "or fine-tune a published model with scripts.finetune",
+                    n=n,
+                    expected_role=expected_role,
+                    role=message.role,
+                )
             )
         expected_role = "user" if message.role == "assistant" else "assistant"
 
@@ -122,7 +150,12 @@ def parsed(text: str, what: str) -> Any:
         return parse_json(text)
     except ValueError as broken:
         raise ValueError(
-            f"{what} is expected, got a text that is not JSON ({broken}): {text[:40]!r}"
+            tr(
+                "{what} is expected, got a text that is not JSON ({broken}): {text!r}",
+                what=what,
+                broken=broken,
+                text=text[:40],
+            )
         ) from broken
 
 
@@ -160,7 +193,9 @@ def _read_message(message: Any, n: int) -> Message:
     if role == CALL:
         role = "assistant"
         calls = (
-            parsed(content, f"a call as content of message {n}") if _is_text(content) else content
+            parsed(content, tr("a call as content of message {n}", n=n))
+            if _is_text(content)
+            else content
         )
         fields["tool_calls"] = _calls(calls if isinstance(calls, list) else [calls], n)
         content = ""
@@ -188,12 +223,24 @@ def _role(message: Any, n: int) -> str:
     key = "role" if "role" in keys else "from"
     if key not in keys or not keys & {"content", "value", "tool_calls", "function_call"}:
         raise ValueError(
-            f'message {n} must be an object with "role" and "content", or with "from" and "value"'
+            tr(
+                'message {n} must be an object with "role" and "content", or with "from" '
+                'and "value"',
+                n=n,
+            )
         )
     name = message[key]
     if not isinstance(name, str) or name.replace("-", "_") not in ROLES:
         names = ", ".join(ROLES)
-        raise ValueError(f'message {n} has "{key}" {reprlib.repr(name)}; known are {names}')
+        raise ValueError(
+            tr(
+                'message {n} has "{key}" {value}; known are {names}',
+                n=n,
+                key=key,
+                value=reprlib.repr(name),
+                names=names,
+            )
+        )
     return ROLES[name.replace("-", "_")]
 
 
@@ -208,7 +255,12 @@ def _check_speaker(
     for key in ("tool_calls", "function_call", *_REASONING):
         if message.get(key) not in EMPTY:
             raise ValueError(
-                f'the key "{key}" of message {n} belongs to the assistant, got {role!r}'
+                tr(
+                    'the key "{key}" of message {n} belongs to the assistant, got {role!r}',
+                    key=key,
+                    n=n,
+                    role=role,
+                )
             )
 
 
@@ -226,9 +278,15 @@ def _text(
     if isinstance(content, list):
         content = "".join(_part_text(part, n) for part in content)
     if not isinstance(content, str):
-        raise ValueError(f"the content of message {n} must be a text, got {type(content).__name__}")
+        raise ValueError(
+            tr(
+                "the content of message {n} must be a text, got {kind}",
+                n=n,
+                kind=type(content).__name__,
+            )
+        )
     if not may_be_empty and not content.strip():
-        raise ValueError(f"the content of message {n} must be a text that is not empty")
+        raise ValueError(tr("the content of message {n} must be a text that is not empty", n=n))
     return content
 
 
@@ -239,8 +297,12 @@ def _part_text(part: Any, n: int) -> str:
         if isinstance(text, str):
             return text
     raise ValueError(
-        f"the content of message {n} may hold only text parts, got {reprlib.repr(kind)}: a text "
-        "model reads no images, videos or sounds; leave such records out"
+        tr(
+            "the content of message {n} may hold only text parts, got {value}: a text model "
+            "reads no images, videos or sounds; leave such records out",
+            n=n,
+            value=reprlib.repr(kind),
+        )
     )
 
 
@@ -252,7 +314,7 @@ def _assistant_fields(message: Mapping[str, Any], n: int) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     calls = message.get("tool_calls")
     if isinstance(calls, str):
-        calls = parsed(calls, f'a list under "tool_calls" of message {n}')
+        calls = parsed(calls, tr('a list under "tool_calls" of message {n}', n=n))
     old_call = message.get("function_call")
     if calls in EMPTY and old_call not in EMPTY:
         calls = [old_call]
@@ -264,7 +326,12 @@ def _assistant_fields(message: Mapping[str, Any], n: int) -> dict[str, Any]:
             continue
         if not isinstance(reasoning, str):
             raise ValueError(
-                f'"{key}" of message {n} must be a text, got {type(reasoning).__name__}'
+                tr(
+                    '"{key}" of message {n} must be a text, got {kind}',
+                    key=key,
+                    n=n,
+                    kind=type(reasoning).__name__,
+                )
             )
         fields["reasoning_content"] = reasoning
     return fields
@@ -276,7 +343,13 @@ def _calls(calls: Any, n: int) -> list[dict[str, Any]]:
     Raises ValueError if they are not calls of functions.
     """
     if not isinstance(calls, list) or not calls:
-        raise ValueError(f"the calls of message {n} must be a list, got {type(calls).__name__}")
+        raise ValueError(
+            tr(
+                "the calls of message {n} must be a list, got {kind}",
+                n=n,
+                kind=type(calls).__name__,
+            )
+        )
     return [_call(call, n) for call in calls]
 
 
@@ -285,19 +358,28 @@ def _call(call: Any, n: int) -> dict[str, Any]:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
         raise ValueError(
-            f'a call of message {n} must be {{"name": ..., "arguments": {{...}}}}, got '
-            f"{reprlib.repr(call)}"
+            tr(
+                'a call of message {n} must be {{"name": ..., "arguments": {{...}}}}, got {value}',
+                n=n,
+                value=reprlib.repr(call),
+            )
         )
     label = visible(name[:40])
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str) and arguments.strip():
-        arguments = parsed(arguments, f"the arguments of {label} in message {n}")
+        arguments = parsed(
+            arguments, tr("the arguments of {label} in message {n}", label=label, n=n)
+        )
     if arguments in EMPTY:
         arguments = {}
     if not isinstance(arguments, Mapping):
         raise ValueError(
-            f"the arguments of {label} in message {n} must be an object, got "
-            f"{type(arguments).__name__}"
+            tr(
+                "the arguments of {label} in message {n} must be an object, got {kind}",
+                label=label,
+                n=n,
+                kind=type(arguments).__name__,
+            )
         )
     read_call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     if isinstance(call.get("id"), str):
@@ -314,35 +396,52 @@ def read_options(record: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("tools", "functions"):
         tools = record.get(key)
         if isinstance(tools, str) and tools not in EMPTY:
-            tools = parsed(tools, f'a list under "{key}"')
+            tools = parsed(tools, tr('a list under "{key}"', key=key))
         if tools not in EMPTY:
             options["tools"] = _tools(tools, key)
     variables = record.get("chat_template_kwargs")
     if isinstance(variables, str) and variables not in EMPTY:
-        variables = parsed(variables, 'an object under "chat_template_kwargs"')
+        variables = parsed(variables, tr('an object under "chat_template_kwargs"'))
     if variables in EMPTY:
         return options
     if not isinstance(variables, Mapping):
         raise ValueError(
-            f'"chat_template_kwargs" must be an object, got {type(variables).__name__}'
+            tr(
+                '"chat_template_kwargs" must be an object, got {kind}',
+                kind=type(variables).__name__,
+            )
         )
     taken = {"messages", "tools", "add_generation_prompt"} & set(variables)
     if taken:
-        raise ValueError(f'"chat_template_kwargs" may not hold {", ".join(sorted(taken))}')
+        raise ValueError(
+            tr('"chat_template_kwargs" may not hold {taken}', taken=", ".join(sorted(taken)))
+        )
     return {**options, **variables}
 
 
 def _tools(tools: Any, key: str) -> list[dict[str, Any]]:
     """Return functions in the form {"type": "function", "function": {...}}."""
     if not isinstance(tools, list):
-        raise ValueError(f'"{key}" must be a list of functions, got {type(tools).__name__}')
+        raise ValueError(
+            tr(
+                '"{key}" must be a list of functions, got {kind}',
+                key=key,
+                kind=type(tools).__name__,
+            )
+        )
     read_tools = []
     for tool in tools:
         if isinstance(tool, str):
-            tool = parsed(tool, f'a function under "{key}"')
+            tool = parsed(tool, tr('a function under "{key}"', key=key))
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ValueError(f'"{key}" must hold functions with a "name", got {reprlib.repr(tool)}')
+            raise ValueError(
+                tr(
+                    '"{key}" must hold functions with a "name", got {value}',
+                    key=key,
+                    value=reprlib.repr(tool),
+                )
+            )
         read_tools.append({"type": "function", "function": dict(function)})
     return read_tools
 

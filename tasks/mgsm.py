@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.data.conversation import Conversation, Message, assistant, chat, user
 from tasks.common import final_number, one_of
 from tasks.published import Published, Table, load_table
@@ -39,7 +39,11 @@ def _number(row: dict[str, str | int], source: str) -> str:
     number = str(row["answer_number"])
     if final_number(number) is None:
         raise UserError(
-            f"{source}: answer_number must be a number, got {number!r}. Fix or remove the row."
+            tr(
+                "{source}: answer_number must be a number, got {number!r}. Fix or remove the row.",
+                source=source,
+                number=number,
+            )
         )
     return number
 
@@ -60,7 +64,7 @@ class MGSM:
         folder: str | Path | None = None,
         shots: int = 8,
     ):
-        one_of("the split of MGSM", split, ("test", "train"))
+        one_of(tr("the split of {task}", task="MGSM"), split, ("test", "train"))
         self.shots = shots
         self._table = load_table(source(split), COLUMNS[split], folder)
         self._examples: list[Message] = []  # turns: a question, then its solution

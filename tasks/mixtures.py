@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from nanochat.common import UserError, required_appendix, sha256_of
+from nanochat.common import UserError, required_appendix, sha256_of, tr
 from nanochat.data.conversation import Conversation, Task
 from nanochat.data.sources.listing import files_of
 from nanochat.data.sources.records import ENDINGS
@@ -155,15 +155,19 @@ def mix(
     """
     if custom is not None and added is not None:
         raise UserError(
-            "--conversations replaces the mixture and --mix adds to it: give one of them",
+            tr("--conversations replaces the mixture and --mix adds to it: give one of them"),
             exit_code=2,
         )
     if custom is not None:
         task = CustomJSON(custom, skip_bad_lines=skip_bad_lines)
         if len(task) < 2:
             raise UserError(
-                f"{custom} must hold at least 2 conversations, since one is for validation, got "
-                f"{len(task)}; add more"
+                tr(
+                    "{custom} must hold at least 2 conversations, since one is for "
+                    "validation, got {count}; add more",
+                    custom=custom,
+                    count=len(task),
+                )
             )
         return Mix(custom, f"{custom} {_content(custom)}", lambda: task)
     name = traits(corpus).curriculum
@@ -240,7 +244,7 @@ def own_conversations(
     def read(file: str) -> CustomJSON:
         return CustomJSON(file, own_format=False, skip_bad_lines=skip_bad_lines)
 
-    name, key, conversations = _read_weighted(files, read, "conversations", held_out_every)
+    name, key, conversations = _read_weighted(files, read, tr("conversations"), held_out_every)
     digest = sha256(key.encode()).hexdigest()
     every = conversations.held_out_every
     return Mix(name, digest, lambda: conversations, held_out_every=every)
@@ -260,7 +264,7 @@ def own_pairs(
     def read(file: str) -> list[Pair]:
         return read_pairs(file, skip_bad_lines)
 
-    name, key, pairs = _read_weighted(files, read, "pairs", held_out_every)
+    name, key, pairs = _read_weighted(files, read, tr("pairs"), held_out_every)
     digest = sha256(f"pairs {key}".encode()).hexdigest()
     numbers = np.stack([2 * pairs.numbers, 2 * pairs.numbers + 1], axis=1).reshape(-1)
     answers = Numbered([answer for pair in pairs.items for answer in pair], numbers)
@@ -305,8 +309,13 @@ def _read_weighted(
     different = len(original_of)
     if different < 2:
         raise UserError(
-            f"{files[0]} must hold at least 2 {label}, since one is for validation, got "
-            f"{different}; add more"
+            tr(
+                "{files} must hold at least 2 {label}, since one is for validation, got "
+                "{different}; add more",
+                files=files[0],
+                label=label,
+                different=different,
+            )
         )
     key = " + ".join(keys)
     numbers = np.array(originals)
@@ -336,7 +345,13 @@ def _split_weight(file: str) -> tuple[str, float]:
         return file, 1.0  # a name with a colon; CustomJSON will report that there is no such file
     if not 0 < value <= MOST_TIMES:
         raise UserError(
-            f"{file}: the weight of a file must be above 0 and at most {MOST_TIMES}, got {weight}",
+            tr(
+                "{file}: the weight of a file must be above 0 and at most {most_times}, got "
+                "{weight}",
+                file=file,
+                most_times=MOST_TIMES,
+                weight=weight,
+            ),
             2,
         )
     return path, value
@@ -370,8 +385,12 @@ def rl_tasks(corpus: str, problems: str | None = None) -> tuple[Task, Task]:
     task = Problems(problems)
     if len(task) < 2:
         raise UserError(
-            f"{problems} must hold at least 2 problems, since one is held out, got {len(task)}; "
-            "add more"
+            tr(
+                "{problems} must hold at least 2 problems, since one is held out, got "
+                "{count}; add more",
+                problems=problems,
+                count=len(task),
+            )
         )
     train_numbers = [number for number in range(len(task)) if number % 10]
     return Subset(task, numbers=train_numbers), Subset(task, step=10)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanochat.common import tr
 from tasks.choices import ChoiceProblem, ChoiceTask, Plain
 from tasks.common import one_of
 from tasks.published import Published, load_table
@@ -44,8 +45,8 @@ class MMLU(ChoiceTask):
         folder: str | Path | None = None,
         shots: int = 0,
     ):
-        one_of("the subset of MMLU", subset, tuple(_SPLITS))
-        one_of(f"the split of MMLU {subset}", split, _SPLITS[subset])
+        one_of(tr("the subset of {task}", task="MMLU"), subset, tuple(_SPLITS))
+        one_of(tr("the split of {task}", task=f"MMLU {subset}"), split, _SPLITS[subset])
         columns = () if subset == "auxiliary_train" else ("question", "choices", "answer")
         examples = load_table(source("all", "dev"), columns, folder) if shots else None
         table = load_table(source(subset, split), columns, folder)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanochat.common import tr
 from tasks.choices import LETTERS, ChoiceProblem, ChoiceTask, Plain
 from tasks.common import one_of
 from tasks.mmlu import intro
@@ -52,7 +53,7 @@ class MMLUPro(ChoiceTask):
         folder: str | Path | None = None,
         shots: int = 5,
     ):
-        one_of("the split of MMLU-Pro", split, ("test", "validation"))
+        one_of(tr("the split of {task}", task="MMLU-Pro"), split, ("test", "validation"))
         examples = load_table(source("validation"), COLUMNS, folder) if shots else None
         table = load_table(source(split), COLUMNS, folder)
         super().__init__("MMLU-Pro", table, _read, Plain(intro), examples, shots)

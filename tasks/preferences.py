@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanochat.common import UserError, warn
+from nanochat.common import UserError, tr, warn
 from nanochat.data.conversation import Conversation
 from tasks.customjson import first_keys, message_list, question_turns, with_system
 from tasks.messages import CALL, ROLES, read_messages, with_options
@@ -29,7 +29,7 @@ def read_pairs(filepath: str, skip_bad_lines: bool = False) -> list[Pair]:
     """
     pairs: list[Pair] = []
     equal: list[str] = []
-    records = read_file(filepath, read_pair, "pair of answers", _SHAPE, skip_bad_lines)
+    records = read_file(filepath, read_pair, tr("pair of answers"), _SHAPE, skip_bad_lines)
     for place, (chosen, rejected) in records:
         if chosen.messages == rejected.messages:
             equal.append(place)
@@ -37,13 +37,22 @@ def read_pairs(filepath: str, skip_bad_lines: bool = False) -> list[Pair]:
             pairs.append((replace(chosen, origin=place), replace(rejected, origin=place)))
     if not pairs:
         raise UserError(
-            f"{filepath}: chosen and rejected are equal in all {len(equal):,} pairs, so nothing is "
-            "preferred; give answers that differ"
+            tr(
+                "{filepath}: chosen and rejected are equal in all {count:,} pairs, so "
+                "nothing is preferred; give answers that differ",
+                filepath=filepath,
+                count=len(equal),
+            )
         )
     if equal:
         warn(
-            f"{filepath}: {len(equal):,} pairs with equal answers are left out, the first of them "
-            f"in {equal[0].rpartition(', ')[2]}"
+            tr(
+                "{filepath}: {count:,} pairs with equal answers are left out, the "
+                "first of them in {place}",
+                filepath=filepath,
+                count=len(equal),
+                place=equal[0].rpartition(", ")[2],
+            )
         )
     return pairs
 
@@ -63,15 +72,19 @@ def read_pair(value: Any) -> Pair:
     ms-swift: {"messages": [...], "rejected_response": "..."}, or "rejected_messages".
     """
     if not isinstance(value, Mapping):
-        raise ValueError(f"a pair of answers is an object, got {type(value).__name__}")
+        raise ValueError(
+            tr("a pair of answers is an object, got {kind}", kind=type(value).__name__)
+        )
     if "messages" in value and ("rejected_response" in value or "rejected_messages" in value):
         chosen, rejected = _swift_messages(value)
     elif "chosen" in value and "rejected" in value:
         chosen, rejected = _chosen_and_rejected(value)
     else:
         raise ValueError(
-            'a pair of answers needs the keys "chosen" and "rejected"; it has the keys '
-            f"{first_keys(value)}"
+            tr(
+                'a pair of answers needs the keys "chosen" and "rejected"; it has the keys {keys}',
+                keys=first_keys(value),
+            )
         )
     chosen_conversation = _read("chosen", value, chosen)
     rejected_conversation = _read("rejected", value, rejected)
@@ -86,7 +99,9 @@ def _read(
     try:
         conversation = read_messages(with_system(value, messages))
         if conversation.messages[-1].role != "assistant":
-            raise ValueError("a conversation of a pair must end with a message of role 'assistant'")
+            raise ValueError(
+                tr("a conversation of a pair must end with a message of role 'assistant'")
+            )
         return with_options(conversation, value)
     except ValueError as broken:
         raise ValueError(f"{name}: {broken}") from broken
@@ -100,12 +115,12 @@ def _pair(chosen: Conversation, rejected: Conversation) -> Pair:
     """
     if not (chosen.messages[-1].trained and rejected.messages[-1].trained):
         raise ValueError(
-            "both answers of a pair are compared, so neither may be left out of training"
+            tr("both answers of a pair are compared, so neither may be left out of training")
         )
     prompt_turns = _shared_beginning(chosen.messages[:-1], rejected.messages[:-1])
     if not any(message.role == "user" for message in chosen.messages[:prompt_turns]):
         raise ValueError(
-            "chosen and rejected must answer the same question of the user, and they share none"
+            tr("chosen and rejected must answer the same question of the user, and they share none")
         )
     return (
         replace(chosen, prompt_turns=prompt_turns),
@@ -165,7 +180,7 @@ def _split(value: Mapping[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
     shared_words = re.match(r".*\s", shared, re.DOTALL)
     if shared_words is None:
         raise ValueError(
-            'there is no "prompt", and chosen and rejected do not begin with the same words'
+            tr('there is no "prompt", and chosen and rejected do not begin with the same words')
         )
     prompt = _messages(shared_words[0].strip(), "user")
     end = shared_words.end()
@@ -199,7 +214,9 @@ def _messages(content: Any, role: str = "assistant") -> list[Any]:
     if isinstance(messages, Mapping):
         return [messages]
     if not isinstance(messages, list):
-        raise ValueError(f"a conversation is a list of messages, got {type(messages).__name__}")
+        raise ValueError(
+            tr("a conversation is a list of messages, got {kind}", kind=type(messages).__name__)
+        )
     return messages
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from nanochat.common import tr
 from nanochat.data.conversation import Conversation
 from tasks.common import final_number
 from tasks.customjson import first_keys, with_system
@@ -40,7 +41,7 @@ class Problems:
 
     def __init__(self, filepath: str | Path):
         self.name = Path(filepath).expanduser().stem
-        records = read_file(filepath, read_problem, "problem", _SHAPE)
+        records = read_file(filepath, read_problem, tr("problem"), _SHAPE)
         self._problems = [problem for _, problem in records]
 
     def __len__(self) -> int:
@@ -111,18 +112,22 @@ def read_problem(value: Any) -> Problem:
     compared with replies.
     """
     if not isinstance(value, Mapping):
-        raise ValueError(f"a problem is an object, got {type(value).__name__}")
+        raise ValueError(tr("a problem is an object, got {kind}", kind=type(value).__name__))
     question = next((value[name] for name in _QUESTIONS if value.get(name)), None)
     if question is None:
         raise ValueError(
-            f"a problem needs one of the keys {', '.join(_QUESTIONS)}; it has {first_keys(value)}"
+            tr(
+                "a problem needs one of the keys {questions}; it has {keys}",
+                questions=", ".join(_QUESTIONS),
+                keys=first_keys(value),
+            )
         )
     answers = _answers(value)
     if isinstance(question, str):
         question = [{"role": "user", "content": question}]
     if not isinstance(question, list):
         kind = type(question).__name__
-        raise ValueError(f"a question is a text or a list of messages, got {kind}")
+        raise ValueError(tr("a question is a text or a list of messages, got {kind}", kind=kind))
     if question and isinstance(question[-1], Mapping) and question[-1].get("role") == "assistant":
         question = question[:-1]
     turns = with_system(value, question)
@@ -141,12 +146,19 @@ def _answers(value: Mapping[str, Any]) -> tuple[str, ...]:
         answer = _first_value(reward_model, _ANSWERS)
     if answer is None:
         raise ValueError(
-            f"a problem needs one of the keys {', '.join(_ANSWERS)}; it has {first_keys(value)}"
+            tr(
+                "a problem needs one of the keys {answers}; it has {keys}",
+                answers=", ".join(_ANSWERS),
+                keys=first_keys(value),
+            )
         )
     answers = tuple(map(str, answer if isinstance(answer, list) else [answer]))
     if not answers or not all(plain(final_answer(text)) for text in answers):
         raise ValueError(
-            f"an answer must be a text or a number that is not empty, got {str(answer)[:40]!r}"
+            tr(
+                "an answer must be a text or a number that is not empty, got {answer!r}",
+                answer=str(answer)[:40],
+            )
         )
     return answers
 

@@ -144,7 +144,15 @@ def load_table(
     """
     rows_by_split, where = _open({source.split: source}, columns, folder)
     rows = rows_by_split[source.split]
-    log(f"{source.name} {source.split}: {len(rows):,} rows from {where}")
+    log(
+        tr(
+            "{name} {split}: {rows:,} rows from {where}",
+            name=source.name,
+            split=source.split,
+            rows=len(rows),
+            where=where,
+        )
+    )
     return Table(rows, where)
 
 
@@ -161,8 +169,14 @@ def load_subjects(
     rows = _Joined({subject: rows_by_subject[subject] for subject in sources})
     first_source = next(iter(sources.values()))
     log(
-        f"{first_source.name} {first_source.split}: {len(rows):,} rows in {len(sources)} subjects "
-        f"from {where}"
+        tr(
+            "{name} {split}: {rows:,} rows in {subjects} subjects from {where}",
+            name=first_source.name,
+            split=first_source.split,
+            rows=len(rows),
+            subjects=len(sources),
+            where=where,
+        )
     )
     return Table(rows, where)
 
@@ -261,7 +275,7 @@ def _from_folder(
         builder,
         data_files=data_files,
         cache_dir=str(base_dir() / "task_cache"),
-        advice="Copy the files again from their source",
+        advice=tr("Copy the files again from their source"),
     )
     return rows, where
 
@@ -269,10 +283,16 @@ def _from_folder(
 def _no_rows(source: Published, folder: Path) -> UserError:
     patterns = [f"{name}/{source.split}*.parquet|jsonl" for name in source.inside]
     patterns += source.patterns
-    paths = " or ".join(str(folder / pattern) for pattern in patterns)
+    paths = tr(" or ").join(str(folder / pattern) for pattern in patterns)
     return UserError(
-        f"there are no rows of {source.name} ({source.split}) in {folder}: looked for {paths}. "
-        "Copy one of these files there, or name another folder",
+        tr(
+            "there are no rows of {name} ({split}) in {folder}: looked for {paths}. Copy "
+            "one of these files there, or name another folder",
+            name=source.name,
+            split=source.split,
+            folder=folder,
+            paths=paths,
+        ),
         exit_code=2,
     )
 
@@ -286,8 +306,14 @@ def _check_columns(
     missing = [column for column in columns if column not in names]
     if missing:
         raise UserError(
-            f"{where} lacks the columns {missing}; it has {list(names)}. Use the published "
-            f"files of {source.repo}",
+            tr(
+                "{where} lacks the columns {missing}; it has {names}. Use the published "
+                "files of {repo}",
+                where=where,
+                missing=missing,
+                names=list(names),
+                repo=source.repo,
+            ),
             exit_code=2,
         )
 
@@ -301,7 +327,12 @@ def _check_files(files: Sequence[Path]) -> None:
                 check_packing(path)
         except (OSError, ValueError) as failure:
             raise UserError(
-                f"{path} cannot be read: {failure}. Copy the file again from its source", 2
+                tr(
+                    "{path} cannot be read: {failure}. Copy the file again from its source",
+                    path=path,
+                    failure=failure,
+                ),
+                2,
             ) from failure
 
 
@@ -342,7 +373,11 @@ class _Cells(list[dict[str, Any]]):
             try:
                 self._read(path, header)
             except (csv.Error, ValueError) as broken:
-                text = f"{path} cannot be read: {broken}. Copy the file again from its source"
+                text = tr(
+                    "{path} cannot be read: {failure}. Copy the file again from its source",
+                    path=path,
+                    failure=broken,
+                )
                 raise UserError(text, exit_code=2) from broken
 
     def _read(self, path: Path, header: Sequence[str]) -> None:
@@ -360,7 +395,10 @@ class _Cells(list[dict[str, Any]]):
             for row in reader:
                 if None in row or None in row.values():
                     raise ValueError(
-                        f"line {reader.line_num} has not as many cells as there are columns"
+                        tr(
+                            "line {line_num} has not as many cells as there are columns",
+                            line_num=reader.line_num,
+                        )
                     )
                 self.append(row)
             self.column_names = list(reader.fieldnames or ())

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanochat.common import UserError, warn
+from nanochat.common import UserError, tr, warn
 from nanochat.data.sources.listing import files_of
 from nanochat.data.sources.records import ENDINGS, BadLines, entries
 
@@ -31,8 +31,13 @@ def read_file(
     files = files_of(str(filepath), ENDINGS)
     if not files:
         raise UserError(
-            f"there is no file {Path(filepath).expanduser()}. Check the path; the file should hold "
-            f"one {label} per line: {shape}",
+            tr(
+                "there is no file {path}. Check the path; the file should hold one "
+                "{label} per line: {shape}",
+                path=Path(filepath).expanduser(),
+                label=label,
+                shape=shape,
+            ),
             2,
         )
     read_records: list[tuple[str, Record]] = []
@@ -62,17 +67,49 @@ def _report(
     """Raise UserError, or warn if they may be skipped, about lines that cannot be used."""
     if not bad.count:
         if not good:
-            raise UserError(f"{filepath} holds no {label}. Write one {label} per line: {shape}")
+            raise UserError(
+                tr(
+                    "{filepath} holds no {label}. Write one {label} per line: {shape}",
+                    filepath=filepath,
+                    label=label,
+                    shape=shape,
+                )
+            )
         return
     total = bad.count + good
-    counted = f"{bad.count:,} of {total:,} lines cannot be used"
     if skip_bad_lines and good:
-        warn(f"{filepath}: {counted} and are left out:\n  {bad}")
+        warn(
+            tr(
+                "{filepath}: {count:,} of {total:,} lines cannot be used and are left out:\n"
+                "  {bad}",
+                filepath=filepath,
+                count=bad.count,
+                total=total,
+                bad=bad,
+            )
+        )
         return
-    example = f"A line should look like {shape}"
-    remedy = "Fix these lines"
+    remedy = tr("Fix these lines")
     if good and skip_bad_lines is not None:
-        remedy += ", or leave them out with --skip_bad_lines"
+        remedy = tr("Fix these lines, or leave them out with --skip_bad_lines")
     if bad.count == 1:
-        raise UserError(f"{bad}. {example}. {remedy}")
-    raise UserError(f"{filepath}: {counted}:\n  {bad}\n{example}. {remedy}")
+        raise UserError(
+            tr(
+                "{bad}. A line should look like {shape}. {remedy}",
+                bad=bad,
+                shape=shape,
+                remedy=remedy,
+            )
+        )
+    raise UserError(
+        tr(
+            "{filepath}: {count:,} of {total:,} lines cannot be used:\n  {bad}\n"
+            "A line should look like {shape}. {remedy}",
+            filepath=filepath,
+            count=bad.count,
+            total=total,
+            bad=bad,
+            shape=shape,
+            remedy=remedy,
+        )
+    )

@@ -5,11 +5,11 @@ it. A key that it does not hold is refused.
 """
 
 import difflib
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nanochat.common import visible
+from nanochat.common import tr, visible
 
 # The versions of the tools whose keys the table holds.
 VERSIONS = {
@@ -35,7 +35,7 @@ class Row:
     names: str
     tools: str  # those that know the keys, or "data sets"
     rule: Rule
-    text: str
+    text: Callable[[], str]
 
     @property
     def keys(self) -> list[str]:
@@ -44,83 +44,92 @@ class Row:
 
 
 ALL = "OpenAI, TRL, ms-swift, LLaMA-Factory, Axolotl"
-_MEDIA = "a text model reads no images, videos or sounds; leave such records out"
-_MARKS = (
-    '"weight": 0, "loss": false or "train": false on an assistant message leaves that answer out '
-    "of training; use one of them"
-)
+
+
+def _media() -> str:
+    return tr("a text model reads no images, videos or sounds; leave such records out")
+
+
+def _marks() -> str:
+    return tr(
+        '"weight": 0, "loss": false or "train": false on an assistant message leaves that '
+        "answer out of training; use one of them"
+    )
+
 
 # The keys of a record.
 RECORD = (
-    Row("messages conversations conversation", ALL, "honoured", "the messages"),
+    Row("messages conversations conversation", ALL, "honoured", lambda: tr("the messages")),
     Row(
         "system system_prompt",
         "ms-swift, LLaMA-Factory, Axolotl",
         "honoured",
-        "the system message",
+        lambda: tr("the system message"),
     ),
-    Row("tools", ALL, "honoured", "the functions that the assistant may call"),
-    Row("functions", "OpenAI", "honoured", "the same in OpenAI's old form"),
+    Row("tools", ALL, "honoured", lambda: tr("the functions that the assistant may call")),
+    Row("functions", "OpenAI", "honoured", lambda: tr("the same in OpenAI's old form")),
     Row(
         "chat_template_kwargs",
         "TRL, ms-swift",
         "honoured",
-        "variables of the model's chat template, such as enable_thinking",
+        lambda: tr("variables of the model's chat template, such as enable_thinking"),
     ),
     Row(
         "instruction query question prompt INSTRUCTION",
         "TRL, ms-swift, LLaMA-Factory, Axolotl",
         "honoured",
-        "the question",
+        lambda: tr("the question"),
     ),
     Row(
         "input",
         "ms-swift, LLaMA-Factory, Axolotl",
         "honoured",
-        "more of the question, on a line of its own; without an instruction, the question",
+        lambda: tr(
+            "more of the question, on a line of its own; without an instruction, the question"
+        ),
     ),
     Row(
         "output response answer completion generation RESPONSE",
         "TRL, ms-swift, LLaMA-Factory, Axolotl",
         "honoured",
-        "the answer",
+        lambda: tr("the answer"),
     ),
     Row(
         "history",
         "ms-swift, LLaMA-Factory",
         "honoured",
-        "earlier questions and answers, all of them trained",
+        lambda: tr("earlier questions and answers, all of them trained"),
     ),
     Row(
         "chosen rejected rejected_response rejected_messages",
         "TRL, ms-swift, LLaMA-Factory, Axolotl",
         "pairs",
-        "the answers of a pair",
+        lambda: tr("the answers of a pair"),
     ),
     Row(
         "label kto_tag",
         "TRL, ms-swift, LLaMA-Factory",
         "harmless",
-        "true or a text; false, numbers and lists are refused",
+        lambda: tr("true or a text; false, numbers and lists are refused"),
     ),
     Row(
         "parallel_tool_calls channel",
         "OpenAI, ms-swift",
         "harmless",
-        "has no part in what is trained here",
+        lambda: tr("has no part in what is trained here"),
     ),
     Row(
         "text",
         "data sets",
         "harmless",
-        "repeats the record as one text beside another layout",
+        lambda: tr("repeats the record as one text beside another layout"),
     ),
     Row(
         "id idx index uid uuid guid custom_id conv_id conversation_id message_id prompt_id "
         "question_id parent_id session_id hash conversation_hash md5 sha256",
         "data sets",
         "harmless",
-        "identify the record",
+        lambda: tr("identify the record"),
     ),
     Row(
         "source src origin dataset dataset_name data_source subset split file filename path url "
@@ -128,7 +137,7 @@ RECORD = (
         "copyright language lang date time timestamp created created_at updated_at",
         "data sets",
         "harmless",
-        "say where the record is from",
+        lambda: tr("say where the record is from"),
     ),
     Row(
         "category categories subcategory type task task_type task_name topic domain subject "
@@ -137,69 +146,77 @@ RECORD = (
         "reward toxic toxicity redacted turn turns num_turns length num_tokens n",
         "data sets",
         "harmless",
-        "describe the record",
+        lambda: tr("describe the record"),
     ),
     Row(
         "metadata meta info extra extra_info header headers note notes comment comments remark "
         "annotations openai_moderation detoxify_moderation",
         "data sets",
         "harmless",
-        "notes of any form",
+        lambda: tr("notes of any form"),
     ),
     Row(
         "image images video videos audio audios objects ref_audios audio_codes rejected_images "
         "rejected_videos rejected_audios rejected_objects",
         "TRL, ms-swift, LLaMA-Factory, Axolotl",
         "refused",
-        _MEDIA,
+        _media,
     ),
     Row(
         "system_message",
         "data sets",
         "refused",
-        'the system message of a record belongs under "system"; rename the key, or remove it',
+        lambda: tr(
+            'the system message of a record belongs under "system"; rename the key, or remove it'
+        ),
     ),
     Row(
         "context documents article",
         "Axolotl",
         "refused",
-        'write this text into the question (Alpaca\'s "input" is appended to it), or remove the key',
+        lambda: tr(
+            'write this text into the question (Alpaca\'s "input" is appended to it), or remove the key'
+        ),
     ),
     Row(
         "enable_thinking",
         "data sets",
         "refused",
-        'variables of the chat template belong under "chat_template_kwargs"',
+        lambda: tr('variables of the chat template belong under "chat_template_kwargs"'),
     ),
     Row(
         "weight loss loss_weight loss_scale sample_weight train training trainable",
         "data sets",
         "refused",
-        "a record has no weight; give the whole file one, as FILE:2, or repeat the record",
+        lambda: tr(
+            "a record has no weight; give the whole file one, as FILE:2, or repeat the record"
+        ),
     ),
     Row(
         "completions",
         "TRL",
         "refused",
-        "stepwise supervision is another way of training; leave such records out",
+        lambda: tr("stepwise supervision is another way of training; leave such records out"),
     ),
     Row(
         "input_ids attention_mask completion_mask assistant_masks seq_lengths segments",
         "TRL, Axolotl",
         "refused",
-        "tokens and text without a chat format cannot be trained here; give the messages",
+        lambda: tr(
+            "tokens and text without a chat format cannot be trained here; give the messages"
+        ),
     ),
     Row(
         "margin rejected_tools preferred_output non_preferred_output",
         "OpenAI, ms-swift",
         "refused",
-        'a pair of answers needs "prompt", "chosen" and "rejected" with the same tools',
+        lambda: tr('a pair of answers needs "prompt", "chosen" and "rejected" with the same tools'),
     ),
     Row(
         "teacher_prompt teacher_images",
         "ms-swift",
         "refused",
-        "distillation from a teacher is another way of training; remove the key",
+        lambda: tr("distillation from a teacher is another way of training; remove the key"),
     ),
     Row(
         "positive_messages negative_messages positive_images negative_images positive_videos "
@@ -207,69 +224,74 @@ RECORD = (
         "positive_objects negative_objects",
         "ms-swift",
         "refused",
-        "embeddings are another way of training; leave such records out",
+        lambda: tr("embeddings are another way of training; leave such records out"),
     ),
     Row(
         "questions kinds options target_probs question_ids criteria omnijev_column_keys "
         "omnijev_video choices",
         "ms-swift, Axolotl",
         "refused",
-        "a choice must be written as a question and its answer",
+        lambda: tr("a choice must be written as a question and its answer"),
     ),
     Row(
         "reflection corrected revision critiques solution explanation summary "
         "unanswerable_question message_1 message_2",
         "Axolotl",
         "refused",
-        'write what the model should say under "output", or remove the key',
+        lambda: tr('write what the model should say under "output", or remove the key'),
     ),
 )
 # The keys of a message.
 MESSAGE = (
-    Row("role from", ALL, "honoured", "who speaks"),
-    Row("content value", ALL, "honoured", "a text, or a list of text parts"),
+    Row("role from", ALL, "honoured", lambda: tr("who speaks")),
+    Row("content value", ALL, "honoured", lambda: tr("a text, or a list of text parts")),
     Row(
         "human user assistant gpt bot",
         "ms-swift",
         "honoured",
-        "a question and its answer in one object",
+        lambda: tr("a question and its answer in one object"),
     ),
     Row(
         "weight loss loss_weight train training",
         "OpenAI, ms-swift, LLaMA-Factory, Axolotl",
         "honoured",
-        "0 or false on an assistant message: the answer is read and not trained",
+        lambda: tr("0 or false on an assistant message: the answer is read and not trained"),
     ),
-    Row("tool_calls", ALL, "honoured", "the functions that the assistant calls"),
-    Row("function_call", "OpenAI", "honoured", "the same in OpenAI's old form"),
-    Row("tool_call_id", "OpenAI, TRL", "honoured", "the call that a tool answers"),
-    Row("name", "OpenAI, TRL", "honoured", "the name of a tool; of other speakers passed over"),
+    Row("tool_calls", ALL, "honoured", lambda: tr("the functions that the assistant calls")),
+    Row("function_call", "OpenAI", "honoured", lambda: tr("the same in OpenAI's old form")),
+    Row("tool_call_id", "OpenAI, TRL", "honoured", lambda: tr("the call that a tool answers")),
+    Row(
+        "name",
+        "OpenAI, TRL",
+        "honoured",
+        lambda: tr("the name of a tool; of other speakers passed over"),
+    ),
     Row(
         "reasoning_content reasoning thinking",
         "TRL, ms-swift, Axolotl",
         "honoured",
-        "what the assistant thinks before it answers",
+        lambda: tr("what the assistant thinks before it answers"),
     ),
     Row(
         "id idx index uid message_id timestamp time date model tokens language lang metadata meta "
         "info tags score scores rating toxic redacted header turn_identifier markdown",
         "data sets",
         "harmless",
-        "notes",
+        lambda: tr("notes"),
     ),
     Row(
         "image images video videos audio audios objects image_url",
         "OpenAI, TRL, ms-swift",
         "refused",
-        _MEDIA,
+        _media,
     ),
-    Row("refusal", "OpenAI", "refused", 'write the refusal under "content"'),
-    Row("loss_scale mask masked", "ms-swift", "refused", _MARKS),
+    Row("refusal", "OpenAI", "refused", lambda: tr('write the refusal under "content"')),
+    Row("loss_scale mask masked", "ms-swift", "refused", _marks),
     Row(
         "train_detail training_detail reasoning_training_detail prefix",
         "Axolotl",
         "refused",
-        "parts of an answer cannot be left out of training; " + _MARKS,
+        lambda: tr("parts of an answer cannot be left out of training; {marks}", marks=_marks()),
     ),
 )
 # Values that ask for nothing; LLaMA-Factory writes "[]" for no tools.
@@ -303,15 +325,19 @@ def check_message(message: Mapping[str, Any], n: int) -> None:
     """Raise ValueError if message `n` has a key that is neither read nor harmless."""
     for key, value in message.items():
         if value not in EMPTY:
-            _check(key, value, _MESSAGE, f" of message {n}", True)
+            _check(key, value, _MESSAGE, tr(" of message {n}", n=n), True)
 
 
 def _check_label(key: str, value: Any) -> None:
     if value is not None and value is not True and not isinstance(value, str):
         raise ValueError(
-            f'the key "{key}" cannot be honoured: it must be true or a text, got '
-            f"{str(value)[:40]!r}. An answer that is marked as undesirable or belongs to a class "
-            "would be trained like a good one; leave such records out"
+            tr(
+                'the key "{key}" cannot be honoured: it must be true or a text, got '
+                "{value!r}. An answer that is marked as undesirable or belongs to a class "
+                "would be trained like a good one; leave such records out",
+                key=key,
+                value=str(value)[:40],
+            )
         )
 
 
@@ -331,19 +357,39 @@ def _check(
         near = difflib.get_close_matches(key, table, n=3) or list(table)[:8]
         names = ", ".join(near)
         raise ValueError(
-            f'the key "{visible(key[:40])}"{place} is unknown; known are {names} and others (docs/data.md). '
-            'Remove the key, or put what it holds under "metadata"'
+            tr(
+                'the key "{key}"{place} is unknown; known are {names} and others '
+                '(docs/data.md). Remove the key, or put what it holds under "metadata"',
+                key=visible(key[:40]),
+                place=place,
+                names=names,
+            )
         )
     if row.rule == "refused":
-        raise ValueError(f'the key "{key}"{place} cannot be honoured: {row.text}')
+        raise ValueError(
+            tr(
+                'the key "{key}"{place} cannot be honoured: {text}',
+                key=key,
+                place=place,
+                text=row.text(),
+            )
+        )
     if row.rule == "honoured" and table is _RECORD:
         raise ValueError(
-            f'the key "{key}" ({row.text}) is not read in this layout, beside the other keys of '
-            "the record; remove it, or remove the others"
+            tr(
+                'the key "{key}" ({text}) is not read in this layout, beside the other keys '
+                "of the record; remove it, or remove the others",
+                key=key,
+                text=row.text(),
+            )
         )
     if row.rule == "pairs" and pairs:
         raise ValueError(
-            f'the key "{key}" is not read beside the other answers of the pair; keep two answers'
+            tr(
+                'the key "{key}" is not read beside the other answers of the pair; keep two '
+                "answers",
+                key=key,
+            )
         )
 
 
@@ -363,15 +409,26 @@ def is_trained(message: Mapping[str, Any], n: int) -> bool:
             continue
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise ValueError(
-                f'"{key}" of message {n} must be 0, 1, false or true, got {str(value)[:40]!r}'
+                tr(
+                    '"{key}" of message {n} must be 0, 1, false or true, got {value!r}',
+                    key=key,
+                    n=n,
+                    value=str(value)[:40],
+                )
             )
         if value and not is_assistant:
             raise ValueError(
-                f'"{key}" of message {n} must be 0 or absent: only what the assistant says is '
-                "trained"
+                tr(
+                    '"{key}" of message {n} must be 0 or absent: only what the assistant '
+                    "says is trained",
+                    key=key,
+                    n=n,
+                )
             )
         weights[key] = bool(value)
     if len(set(weights.values())) > 1:
-        names = " and ".join(f'"{key}"' for key in weights)
-        raise ValueError(f"{names} of message {n} contradict each other; keep one of them")
+        names = tr(" and ").join(f'"{key}"' for key in weights)
+        raise ValueError(
+            tr("{names} of message {n} contradict each other; keep one of them", names=names, n=n)
+        )
     return not is_assistant or False not in weights.values()

@@ -5,7 +5,7 @@ Allal et al. 2025, arXiv:2502.02737.
 
 from pathlib import Path
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.data.conversation import Conversation
 from tasks.common import Ungraded, one_of
 from tasks.messages import read_alternating
@@ -26,7 +26,7 @@ class SmolTalk(Ungraded):
     name = "SmolTalk"
 
     def __init__(self, split: str, folder: str | Path | None = None):
-        one_of("the split of SmolTalk", split, ("train", "test"))
+        one_of(tr("the split of {task}", task="SmolTalk"), split, ("train", "test"))
         self._table = load_table(source(split), ("messages",), folder)
 
     def __len__(self) -> int:
@@ -40,5 +40,10 @@ class SmolTalk(Ungraded):
             return read_alternating(messages)
         except ValueError as broken:
             raise UserError(
-                f"{self._table.source}: conversation {i}: {broken}. Copy or fix the file."
+                tr(
+                    "{source}: conversation {i}: {broken}. Copy or fix the file.",
+                    source=self._table.source,
+                    i=i,
+                    broken=broken,
+                )
             ) from broken

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.data.conversation import Conversation, Part, chat
 from tasks.common import Ungraded, final_number, one_of
 
@@ -110,7 +110,7 @@ class SpellingBee:
     kind: Literal["choice", "generative"] = "generative"
 
     def __init__(self, size: int = 1000, split: str = "train"):
-        self.split = one_of("the split of SpellingBee", split, ("train", "test"))
+        self.split = one_of(tr("the split of {task}", task="SpellingBee"), split, ("train", "test"))
         self._size = _checked(size)
 
     def __len__(self) -> int:
@@ -152,7 +152,9 @@ class SimpleSpelling(Ungraded):
     name = "SimpleSpelling"
 
     def __init__(self, size: int = 1000, split: str = "train"):
-        self.split = one_of("the split of SimpleSpelling", split, ("train", "test"))
+        self.split = one_of(
+            tr("the split of {task}", task="SimpleSpelling"), split, ("train", "test")
+        )
         self._size = _checked(size)
 
     def __len__(self) -> int:
@@ -170,5 +172,5 @@ class SimpleSpelling(Ungraded):
 
 def _checked(size: int) -> int:
     if size < 1:
-        raise UserError(f"the size of a spelling task must be at least 1, got {size}")
+        raise UserError(tr("the size of a spelling task must be at least 1, got {size}", size=size))
     return size

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol, TypeVar
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.data.conversation import Conversation, Part, Task, words
 from nanochat.device import Compute
 from nanochat.engine import Completion, Engine
@@ -63,11 +63,20 @@ class Score:
         return self.low, self.high
 
     def __str__(self) -> str:
-        percent = f"{100 * self.accuracy:.2f} % right"
-        counts = f"{self.right:,g} of {self.total:,}"
-        interval = f"95 % interval {100 * self.low:.1f} to {100 * self.high:.1f}"
-        skipped = f"; {self.too_long:,} too long for the context" if self.too_long else ""
-        return f"{self.name}: {percent} ({counts}, {interval}{skipped})"
+        skipped = ""
+        if self.too_long:
+            skipped = tr("; {count:,} too long for the context", count=self.too_long)
+        return tr(
+            "{name}: {percent:.2f} % right ({right:,g} of {total:,}, "
+            "95 % interval {low:.1f} to {high:.1f}{skipped})",
+            name=self.name,
+            percent=100 * self.accuracy,
+            right=self.right,
+            total=self.total,
+            low=100 * self.low,
+            high=100 * self.high,
+            skipped=skipped,
+        )
 
 
 def evaluate(
@@ -101,9 +110,15 @@ def evaluate(
     total = len(task) if limit is None else min(limit, len(task))
     if min(total, samples, batch_size) < 1:
         raise UserError(
-            "an evaluation needs at least one problem, one sample and a batch size of at least 1, "
-            f"got {total} problems of {task.name}, {samples} samples and batch size {batch_size}: "
-            "raise what is 0",
+            tr(
+                "an evaluation needs at least one problem, one sample and a batch size of "
+                "at least 1, got {total} problems of {name}, {samples} samples and batch "
+                "size {batch_size}: raise what is 0",
+                total=total,
+                name=task.name,
+                samples=samples,
+                batch_size=batch_size,
+            ),
             exit_code=2,
         )
     by_letter = task.kind == "choice"
@@ -232,7 +247,7 @@ def _grade_letters(
         for letter in letters[i]:
             tokens = [*prompt, _letter_id(tokenizer, letter)]
             rows.append(PromptRow(i, tokens, len(prompt)))
-    with progress(task.name, len(rows), "choices", compute) as advance:
+    with progress(task.name, len(rows), tr("choices"), compute) as advance:
         scored = score_rows(model, rows, tokenizer.bos, rows_per_batch=batch_size, on_batch=advance)
     grades: dict[int, list[float]] = {}
     likelihoods = iter(scored)
@@ -262,8 +277,13 @@ def _letter_id(tokenizer: Tokenizer, letter: str) -> int:
     ids = tokenizer.encode(letter)
     if len(ids) != 1:
         raise UserError(
-            f"the letter of a choice must be one token each, but {letter!r} is {len(ids)} tokens "
-            "in this vocabulary: train a larger tokenizer, or leave this task out"
+            tr(
+                "the letter of a choice must be one token each, but {letter!r} is "
+                "{count} tokens in this vocabulary: train a larger tokenizer, or leave "
+                "this task out",
+                letter=letter,
+                count=len(ids),
+            )
         )
     return ids[0]
 
@@ -303,7 +323,7 @@ def _grade_replies(
         parts = reply_parts(tokens, tokenizer)
         return parts, _grade(task, numbers[prompt_number], parts)
 
-    with progress(task.name, replies, "replies", compute) as advance:
+    with progress(task.name, replies, tr("replies"), compute) as advance:
         _, judgements = generate_and_judge(
             engine, list(prompts.values()), sampling, samples, judge, lambda: advance(1)
         )

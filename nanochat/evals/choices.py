@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, Protocol
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.data.conversation import Cloze
 from nanochat.device import Compute
 from nanochat.evals.chat import identify, progress, wilson
@@ -69,16 +69,26 @@ class ChoiceScore:
     too_long: int  # number of questions that do not fit even without examples; count as wrong
 
     def __str__(self) -> str:
-        accuracies = (
-            f"acc {100 * self.acc:.2f} %, acc_norm {100 * self.acc_norm:.2f} %, "
-            f"by bytes {100 * self.acc_norm_bytes:.2f} %, by tokens {100 * self.acc_norm_tokens:.2f} %"
+        notes = ""
+        if self.fewer_examples:
+            notes = tr("; {count:,} with fewer examples", count=self.fewer_examples)
+        if self.too_long:
+            notes += tr("; {count:,} too long for the context", count=self.too_long)
+        return tr(
+            "{name}: acc {acc:.2f} %, acc_norm {acc_norm:.2f} %, by bytes {by_bytes:.2f} %, "
+            "by tokens {by_tokens:.2f} % (n = {total:,}, "
+            "95 % interval of acc {low:.1f} to {high:.1f}, guessing {guessing:.1f} %{notes})",
+            name=self.name,
+            acc=100 * self.acc,
+            acc_norm=100 * self.acc_norm,
+            by_bytes=100 * self.acc_norm_bytes,
+            by_tokens=100 * self.acc_norm_tokens,
+            total=self.total,
+            low=100 * self.low,
+            high=100 * self.high,
+            guessing=100 * self.baseline,
+            notes=notes,
         )
-        interval = f"95 % interval of acc {100 * self.low:.1f} to {100 * self.high:.1f}"
-        guessing = f"guessing {100 * self.baseline:.1f} %"
-        shortened = f"; {self.fewer_examples:,} with fewer examples" if self.fewer_examples else ""
-        skipped = f"; {self.too_long:,} too long for the context" if self.too_long else ""
-        details = f"n = {self.total:,}, {interval}, {guessing}{shortened}{skipped}"
-        return f"{self.name}: {accuracies} ({details})"
 
 
 def rows_of(
@@ -175,8 +185,12 @@ def evaluate_choices(
     total = len(task) if limit is None else min(limit, len(task))
     if total < 1:
         raise UserError(
-            f"{task.name} has no question to evaluate, got a limit of {limit} on {len(task)} "
-            "questions",
+            tr(
+                "{name} has no question to evaluate, got a limit of {limit} on {count} questions",
+                name=task.name,
+                limit=limit,
+                count=len(task),
+            ),
             2,
         )
     context_length = model.config.sequence_len
@@ -217,7 +231,7 @@ def _score_questions(
 ) -> dict[int, list[Likelihood]]:
     """Return the likelihoods of each question's rows, by question index."""
     flat = [row for question_rows in rows.values() for row in question_rows]
-    with progress(title, len(flat), "choices", compute) as advance:
+    with progress(title, len(flat), tr("choices"), compute) as advance:
         scored = score_rows(model, flat, tokenizer.bos, tokens_per_batch, on_batch=advance)
     likelihoods = iter(scored)
     return {i: [next(likelihoods) for _ in question_rows] for i, question_rows in rows.items()}

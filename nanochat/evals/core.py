@@ -107,13 +107,16 @@ def find_bundle(path: str | Path | None = None) -> Path | None:
         folder = base_dir() / "eval_bundle"
         if not folder.exists():
             return None
-        hint = "Delete it, then use --download"
+        hint = tr("Delete it, then use --download")
     else:
         folder = Path(path).expanduser()
-        hint = "Name the folder that holds it with --eval_bundle"
+        hint = tr("Name the folder that holds it with --eval_bundle")
     if (folder / "core.yaml").is_file():
         return folder
-    raise UserError(f"{folder} is not an eval bundle: it has no core.yaml. {hint}", exit_code=2)
+    raise UserError(
+        tr("{folder} is not an eval bundle: it has no core.yaml. {hint}", folder=folder, hint=hint),
+        exit_code=2,
+    )
 
 
 def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = None) -> Path:
@@ -125,23 +128,36 @@ def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = 
     base = base_dir()
     target = base / "eval_bundle"
     if os.path.lexists(target):
-        raise UserError(f"{target} exists already. Delete it, then type the same command again")
+        raise UserError(
+            tr(
+                "{target} exists already. Delete it, then type the same command again",
+                target=target,
+            )
+        )
     archive = base / "eval_bundle.zip"
-    hint = (
-        f"On a machine with network, download {url}, and unpack it here as {target}, "
-        "or give --eval_bundle its folder"
+    hint = tr(
+        "On a machine with network, download {url}, and unpack it here as {target}, "
+        "or give --eval_bundle its folder",
+        url=url,
+        target=target,
     )
 
     def check(path: Path) -> None:
         if not zipfile.is_zipfile(path):
-            raise ValueError("not a zip archive")
+            raise ValueError(tr("not a zip archive"))
 
     size = download.probe_size(url, {}, patience, hint)
     if size and size > MAX_PACKED_BYTES:
         raise UserError(
-            f"{url} has {size:,} bytes; the bundle has at most {MAX_PACKED_BYTES:,}. {hint}"
+            tr(
+                "{url} has {size:,} bytes; the bundle has at most {limit:,}. {hint}",
+                url=url,
+                size=size,
+                limit=MAX_PACKED_BYTES,
+                hint=hint,
+            )
         )
-    log(f"downloading {url}")
+    log(tr("downloading {url}", url=url))
     download.fetch_all(
         [download.Remote(url, archive)], patience=patience, hint=hint, check=check, say=log
     )
@@ -154,13 +170,28 @@ def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = 
             if len(files) > MAX_FILES or unpacked_bytes > MAX_UNPACKED_BYTES:
                 archive.unlink()
                 raise UserError(
-                    f"{url} unpacks to {len(files):,} files of {unpacked_bytes:,} bytes; the "
-                    f"bundle has at most {MAX_FILES:,} files of {MAX_UNPACKED_BYTES:,}. {hint}"
+                    tr(
+                        "{url} unpacks to {files:,} files of {unpacked_bytes:,} "
+                        "bytes; the bundle has at most {max_files:,} files of "
+                        "{max_unpacked_bytes:,}. {hint}",
+                        url=url,
+                        files=len(files),
+                        unpacked_bytes=unpacked_bytes,
+                        max_files=MAX_FILES,
+                        max_unpacked_bytes=MAX_UNPACKED_BYTES,
+                        hint=hint,
+                    )
                 )
             packed.extractall(folder)
         core_yaml = next(Path(folder).rglob("core.yaml"), None)
         if core_yaml is None:
-            raise UserError(f"{archive} has no core.yaml: delete it and try again. {hint}")
+            raise UserError(
+                tr(
+                    "{archive} has no core.yaml: delete it and try again. {hint}",
+                    archive=archive,
+                    hint=hint,
+                )
+            )
         os.rename(core_yaml.parent, target)
     fsync_path(base)
     archive.unlink()
@@ -183,8 +214,11 @@ def _read_yaml(path: Path) -> Any:
             depth -= 1
         if depth > 20 or isinstance(event, yaml.AliasEvent):
             raise ValueError(
-                f"line {event.start_mark.line + 1} of {path.name} is nested too deeply or has an "
-                "alias"
+                tr(
+                    "line {line} of {name} is nested too deeply or has an alias",
+                    line=event.start_mark.line + 1,
+                    name=path.name,
+                )
             )
     return yaml.safe_load(text)
 
@@ -218,14 +252,24 @@ def read_bundle(folder: Path) -> list[IclTask]:
         AttributeError,
     ) as broken:
         raise UserError(
-            f"the eval bundle in {folder} differs from the published one ({broken!r}): replace it "
-            f"with a fresh copy of {BUNDLE_URL}"
+            tr(
+                "the eval bundle in {folder} differs from the published one ({broken!r}): "
+                "replace it with a fresh copy of {bundle_url}",
+                folder=folder,
+                broken=broken,
+                bundle_url=BUNDLE_URL,
+            )
         ) from broken
     if not tasks:
-        raise UserError(f"{folder / 'core.yaml'} lists no task. Copy it from the published bundle")
+        raise UserError(
+            tr(
+                "{path} lists no task. Copy it from the published bundle",
+                path=folder / "core.yaml",
+            )
+        )
     data = (folder / "eval_data").resolve()
     for task in tasks:
-        _check_task(task, data, f"{task.label} in {folder / 'core.yaml'}")
+        _check_task(task, data, tr("{task} in {path}", task=task.label, path=folder / "core.yaml"))
     return tasks
 
 
@@ -244,28 +288,51 @@ def _check_task(task: IclTask, data: Path, place: str) -> None:
     """
     if task.kind not in FIELDS:
         raise UserError(
-            f"{place}: icl_task_type must be one of {', '.join(FIELDS)}, got {task.kind}. "
-            "Correct it, or remove the task"
+            tr(
+                "{place}: icl_task_type must be one of {fields}, got {kind}. Correct it, or "
+                "remove the task",
+                place=place,
+                fields=", ".join(FIELDS),
+                kind=task.kind,
+            )
         )
     if not 0 <= task.shots <= MAX_SHOTS:
         raise UserError(
-            f"{place}: num_fewshot must be 0 to {MAX_SHOTS}, got {task.shots}. "
-            "Correct it, or remove the task"
+            tr(
+                "{place}: num_fewshot must be 0 to {max_shots}, got {shots}. Correct it, or "
+                "remove the task",
+                place=place,
+                max_shots=MAX_SHOTS,
+                shots=task.shots,
+            )
         )
     if not 0 <= task.baseline < 1:
         raise UserError(
-            f"{place}: the random baseline must be 0 to below 100, got {100 * task.baseline:g}. "
-            "Correct it in eval_meta_data.csv, or remove the task"
+            tr(
+                "{place}: the random baseline must be 0 to below 100, got {baseline:g}. "
+                "Correct it in eval_meta_data.csv, or remove the task",
+                place=place,
+                baseline=100 * task.baseline,
+            )
         )
     if not task.path.resolve().is_relative_to(data):
         raise UserError(
-            f"{place}: dataset_uri must name a file in {data}, got {task.path}. Correct it, or "
-            "remove the task"
+            tr(
+                "{place}: dataset_uri must name a file in {data}, got {path}. Correct it, "
+                "or remove the task",
+                place=place,
+                data=data,
+                path=task.path,
+            )
         )
     if not task.path.is_file():
         raise UserError(
-            f"{place}: there is no file {task.path}. Copy it from the published bundle, or remove "
-            "the task"
+            tr(
+                "{place}: there is no file {path}. Copy it from the published bundle, or "
+                "remove the task",
+                place=place,
+                path=task.path,
+            )
         )
 
 
@@ -283,16 +350,26 @@ def read_problems(task: IclTask, limit: int | None = None) -> list[dict[str, Any
                 _check_problem(task.kind, problem)
             except (ValueError, TypeError) as failure:
                 raise UserError(
-                    f"{task.path}, line {number}: {failure}. Correct the line, or replace the file"
+                    tr(
+                        "{path}, line {number}: {failure}. Correct the line, or replace the file",
+                        path=task.path,
+                        number=number,
+                        failure=failure,
+                    )
                 ) from failure
             problems.append(problem)
     random.Random(SHUFFLE_SEED).shuffle(problems)
     problems = problems[:limit]
     if len(problems) <= task.shots:
         raise UserError(
-            f"{task.label} shows {task.shots} examples before each problem, so it needs more than "
-            f"{task.shots} problems, got {len(problems)}: raise --max_per_task, or leave the flag "
-            "out"
+            tr(
+                "{label} shows {shots} examples before each problem, so it needs more than "
+                "{shots} problems, got {count}: raise --max_per_task, or leave the "
+                "flag out",
+                label=task.label,
+                shots=task.shots,
+                count=len(problems),
+            )
         )
     return problems
 
@@ -301,11 +378,11 @@ def _check_problem(kind: str, problem: dict[str, Any]) -> None:
     """Raise ValueError if a problem lacks a field, or if `gold` is not the index of an option."""
     missing = [field for field in FIELDS[kind] if field not in problem]
     if missing:
-        raise ValueError(f"{', '.join(missing)} missing")
+        raise ValueError(tr("{fields} missing", fields=", ".join(missing)))
     if kind in OPTIONS_FIELD:
         options = problem[OPTIONS_FIELD[kind]]
         if problem["gold"] not in range(len(options)):
-            raise ValueError("gold is not the index of an option")
+            raise ValueError(tr("gold is not the index of an option"))
 
 
 # --- prompts -------------------------------------------------------------------------------------
@@ -509,9 +586,19 @@ def evaluate_core(
             continue
         scores.append(score)
         log(
-            f"CORE {number:2}/{len(tasks)} {task.label:<34} {task.shots:2}-shot | accuracy "
-            f"{score.accuracy:.4f} | centered {score.centered:+.4f} | {score.problems} problems, "
-            f"{score.seconds:.1f} s"
+            tr(
+                "CORE {number:2}/{count} {label:<34} {shots:2}-shot | accuracy "
+                "{accuracy:.4f} | centered {centered:+.4f} | {problems} problems, "
+                "{seconds:.1f} s",
+                number=number,
+                count=len(tasks),
+                label=task.label,
+                shots=task.shots,
+                accuracy=score.accuracy,
+                centered=score.centered,
+                problems=score.problems,
+                seconds=score.seconds,
+            )
         )
     core = None if broken else sum(score.centered for score in scores) / len(scores)
     return Core(tuple(scores), core, tuple(broken))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.data.corpora import Corpus, shards
 from nanochat.data.mixing import Data
 from nanochat.data.shards import texts
@@ -125,7 +125,9 @@ def evaluate_domains(
     those of packed rows. Raises UserError (exit code 2) if `tokens` is less than 1.
     """
     if tokens < 1:
-        raise UserError(f"split_tokens must be at least 1, got {tokens}", exit_code=2)
+        raise UserError(
+            tr("split_tokens must be at least 1, got {tokens}", tokens=tokens), exit_code=2
+        )
     if row_tokens is None:
         row_tokens = model.config.sequence_len
     named_rows = _domain_rows(data, tokenizer, tokens, row_tokens)

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.evals.branches import Branches
 from nanochat.model import Model
 
@@ -273,7 +273,10 @@ def _losses(
     losses = losses.cpu().double()
     if not losses.isfinite().all():
         raise UserError(
-            "the model's loss is not finite, so its training has diverged: evaluate an earlier step"
+            tr(
+                "the model's loss is not finite, so its training has diverged: evaluate an "
+                "earlier step"
+            )
         )
     return losses
 

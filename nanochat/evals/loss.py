@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanochat import dataloader
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.context import model_arguments
 from nanochat.data.mixing import Data
 from nanochat.device import Compute, to_device
@@ -83,9 +83,11 @@ def evaluate_loss(
     all_nats, all_tokens, all_bytes = parallel.total(rank_sums, compute)
     if all_bytes == 0:
         raise UserError(
-            "no text to measure bits per byte on: the rows to evaluate hold only special tokens. "
-            "Evaluate more tokens (--eval_tokens or --split_tokens), or prepare more validation "
-            "data"
+            tr(
+                "no text to measure bits per byte on: the rows to evaluate hold only "
+                "special tokens. Evaluate more tokens (--eval_tokens or --split_tokens), or "
+                "prepare more validation data"
+            )
         )
     return Loss(
         bits_per_byte=all_nats / (math.log(2) * all_bytes),
@@ -133,8 +135,12 @@ def evaluate_split(
             device_batch_size = max(platform.pass_tokens // row_tokens, 1)
     if tokens < 1 or device_batch_size < 1:
         raise UserError(
-            f"split_tokens and device_batch_size must be at least 1, got {tokens} and "
-            f"{device_batch_size}",
+            tr(
+                "split_tokens and device_batch_size must be at least 1, got {tokens} and "
+                "{device_batch_size}",
+                tokens=tokens,
+                device_batch_size=device_batch_size,
+            ),
             exit_code=2,
         )
     rows = dataloader.split_rows(data, tokenizer, split, row_tokens)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 from nanochat.checkpoint_manager.load import Loaded, load_named
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.data.mixing import Data, resolve_data
 from nanochat.device import Compute
 
@@ -50,8 +50,10 @@ def texts_for(data: str | None, loaded: Loaded) -> Data:
     """
     if data is None and loaded.from_folder:
         raise UserError(
-            "--data must name the texts to measure a published model on, since what it was trained "
-            "on is not here: name a corpus, or a folder of texts",
+            tr(
+                "--data must name the texts to measure a published model on, since what it "
+                "was trained on is not here: name a corpus, or a folder of texts"
+            ),
             exit_code=2,
         )
     return resolve_data(data or loaded.meta["config"]["corpus"])

@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.common import UserError, atomic_path, warn
+from nanochat.common import UserError, atomic_path, tr, warn
 from nanochat.context import Packed
 from nanochat.dataloader import PairRows
 from nanochat.device import Compute, to_device
@@ -43,13 +43,24 @@ class PreferenceLoss:
 
     def __post_init__(self) -> None:
         if not self.beta > 0:
-            raise UserError(f"the beta of DPO must be above 0, got {self.beta}", 2)
+            raise UserError(tr("the beta of DPO must be above 0, got {beta}", beta=self.beta), 2)
         if not 0 <= self.label_smoothing < 0.5:
-            rule = f"must be from 0 to below 0.5, got {self.label_smoothing}"
-            raise UserError(f"the label smoothing of DPO {rule}", 2)
+            raise UserError(
+                tr(
+                    "the label smoothing of DPO must be from 0 to below 0.5, got {share}",
+                    share=self.label_smoothing,
+                ),
+                2,
+            )
         if not self.sft_weight >= 0:
-            rule = f"must be 0 or above, got {self.sft_weight}"
-            raise UserError(f"the weight of the preferred answers' own loss {rule}", 2)
+            raise UserError(
+                tr(
+                    "the weight of the preferred answers' own loss must be 0 or above, "
+                    "got {weight}",
+                    weight=self.sft_weight,
+                ),
+                2,
+            )
 
     def __call__(
         self,
@@ -148,11 +159,21 @@ def _load(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
             references = content["references"]
         if references.shape == shape and references.dtype == np.float32:
             return references
-        why = f"it holds {references.shape} values of {references.dtype}, expected {shape}"
+        why = tr(
+            "it holds {shape} values of {dtype}, expected {expected}",
+            shape=references.shape,
+            dtype=references.dtype,
+            expected=shape,
+        )
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as failure:
         why = str(failure)
     warn(
-        f"the reference's log-probabilities in {path} cannot be used and are computed again: {why}"
+        tr(
+            "the reference's log-probabilities in {path} cannot be used and are computed "
+            "again: {why}",
+            path=path,
+            why=why,
+        )
     )
     return None
 
@@ -171,8 +192,8 @@ def _score(
     log_probabilities = np.zeros_like(rows.references)
     rows_per_pass = batch_rows * compute.world_size
     model.eval()  # without dropout
-    title = f"reference {rows.folder.name}"
-    with Progress(title, rows.size, "rows", shown=compute.main) as progress:
+    title = tr("reference {name}", name=rows.folder.name)
+    with Progress(title, rows.size, tr("rows"), shown=compute.main) as progress:
         for first in range(0, rows.size, rows_per_pass):
             signals.check(compute)
             begin = first + compute.rank * batch_rows

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.common import UserError, log, warn
+from nanochat.common import UserError, log, tr, warn
 from nanochat.evals.system_calls import filter_for
 
 OUTPUT = 64 << 10  # the most bytes of a program's output to return
@@ -67,7 +67,13 @@ def _remove(folder: str) -> None:
         _empty(folder)
         os.rmdir(folder)
     except OSError as failure:
-        warn(f"the folder of a program cannot be removed: {failure}. Delete {folder} yourself")
+        warn(
+            tr(
+                "the folder of a program cannot be removed: {failure}. Delete {folder} yourself",
+                failure=failure,
+                folder=folder,
+            )
+        )
 
 
 def _empty(folder: str) -> None:
@@ -174,7 +180,7 @@ def _not_possible(isolated: bool) -> str | None:
     code, output = _execute("", seconds=10, memory=MEMORY, isolated=isolated)
     if code == 0:
         return None
-    return output.strip() or "the sandbox did not start"
+    return output.strip() or tr("the sandbox did not start")
 
 
 @functools.lru_cache(maxsize=1)
@@ -206,29 +212,43 @@ def tier(unsafe_exec: bool = False) -> str:
     """
     if not sys.platform.startswith("linux"):
         raise UserError(
-            "running model-written code needs Linux: leave HumanEval out on this machine"
+            tr("running model-written code needs Linux: leave HumanEval out on this machine")
         )
     reason = _no_namespaces()
     if reason is None:
         log(
-            "code execution: namespaces (no network, no files of this machine, limited time and "
-            "memory)"
+            tr(
+                "code execution: namespaces (no network, no files of this machine, limited "
+                "time and memory)"
+            )
         )
         return "namespaces"
     if not unsafe_exec:
         raise UserError(
-            "refusing to run model-written code: this machine cannot isolate it in namespaces "
-            f"({reason}), so the code could read your files. Leave HumanEval out, use a user or "
-            "container that may create namespaces, or accept the risk with --unsafe-exec"
+            tr(
+                "refusing to run model-written code: this machine cannot isolate it in "
+                "namespaces ({reason}), so the code could read your files. Leave HumanEval "
+                "out, use a user or container that may create namespaces, or accept the "
+                "risk with --unsafe-exec",
+                reason=reason,
+            )
         )
     failure = _not_possible(isolated=False)
     if failure:
         raise UserError(
-            "refusing to run model-written code, even with --unsafe-exec: its rights cannot be "
-            f"taken away on this machine ({failure}). Leave HumanEval out, or run it as another "
-            "user"
+            tr(
+                "refusing to run model-written code, even with --unsafe-exec: its rights "
+                "cannot be taken away on this machine ({failure}). Leave HumanEval out, or "
+                "run it as another user",
+                failure=failure,
+            )
         )
-    log(f"code execution: limits only, because of --unsafe-exec (no namespaces: {reason})")
+    log(
+        tr(
+            "code execution: limits only, because of --unsafe-exec (no namespaces: {reason})",
+            reason=reason,
+        )
+    )
     return "limits"
 
 
@@ -249,7 +269,10 @@ def run_program(
     code, output = _execute(program, seconds, memory, isolated)
     if code == _NOT_SET_UP:
         raise UserError(
-            f"the sandbox for model-written code could not be set up: {output.strip()}. Leave "
-            "HumanEval out"
+            tr(
+                "the sandbox for model-written code could not be set up: {output}. Leave "
+                "HumanEval out",
+                output=output.strip(),
+            )
         )
     return ProgramResult(code == 0, code in (_TIMED_OUT, -signal.SIGKILL), output)

@@ -4,7 +4,7 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 
 # Machine -> the column of the tables below, and its AUDIT_ARCH_* of <linux/audit.h>.
 ARCHITECTURES = {
@@ -109,9 +109,13 @@ def filter_for(machine: str = platform.machine()) -> Mapping[str, Any]:
     """
     if machine not in ARCHITECTURES:
         raise UserError(
-            f"running model-written code needs the numbers of the system calls of {machine}, and "
-            f"only those of {', '.join(ARCHITECTURES)} are known: leave HumanEval out on this "
-            "machine"
+            tr(
+                "running model-written code needs the numbers of the system calls of "
+                "{machine}, and only those of {architectures} are known: leave HumanEval "
+                "out on this machine",
+                machine=machine,
+                architectures=", ".join(ARCHITECTURES),
+            )
         )
     column, architecture = ARCHITECTURES[machine]
     denied = [numbers[column] for numbers in DENIED.values() if numbers[column] is not None]

@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.linear import Linear
 
 if TYPE_CHECKING:
@@ -86,12 +86,19 @@ class Adapters:
         Raises UserError (exit code 2) if the name is unknown.
         """
         if name not in self._numbers:
-            offer = f"has {', '.join(map(repr, self.names))}" if self.names else "has none"
-            raise UserError(
-                f"there is no adapter {name!r}: this model {offer}. Ask for another one, or for "
-                "none",
-                2,
+            values = {"name": name, "names": ", ".join(map(repr, self.names))}
+            message = tr(
+                "there is no adapter {name!r}: this model has {names}. "
+                "Ask for another one, or for none",
+                **values,
             )
+            if not self.names:
+                message = tr(
+                    "there is no adapter {name!r}: this model has none. "
+                    "Ask for another one, or for none",
+                    **values,
+                )
+            raise UserError(message, 2)
         return self._numbers[name]
 
     @contextlib.contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nanochat.common import tr
 from nanochat.data.calculator import calculate
 from nanochat.data.conversation import Kind, Part
 from nanochat.tokenizer import Tokenizer
@@ -18,11 +19,6 @@ from nanochat.tokenizer import Tokenizer
 Finish = Literal["stop", "length", "error"]
 # The most likely tokens, each with its log-probability, most likely first.
 Alternatives = tuple[tuple[int, float], ...]
-# The message to users when Event.broken ends a reply.
-BROKEN = (
-    "the model gives NaN instead of probabilities: its weights are damaged, or its numbers are too "
-    "large for this format. Try --dtype float32, or name another step or model"
-)
 FAILED = "error"  # the answer to a calculator call that is not a valid calculation
 # Roles of the tokens that open a calculator call or its answer, and of those that return to text.
 OPENING_ROLES: dict[str, Kind] = {"python_start": "python", "output_start": "python_output"}
@@ -35,6 +31,14 @@ CLOSING_ROLES = (
     "python_end",
     "output_end",
 )
+
+
+def broken_model() -> str:
+    """Return the message to users for when Event.broken ends a reply."""
+    return tr(
+        "the model gives NaN instead of probabilities: its weights are damaged, or its numbers "
+        "are too large for this format. Try --dtype float32, or name another step or model"
+    )
 
 
 # --- events --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.data.traits import Drawing, traits
 from nanochat.generate.reply import Alternatives
 
@@ -90,8 +90,10 @@ class Sampling:
         self._check_lists()
         if self.schema is not None and (self.ignore_eos or self.min_tokens):
             raise UserError(
-                "a reply with a schema ends with its value, so ignore_eos and min_tokens do not "
-                "fit: leave them out",
+                tr(
+                    "a reply with a schema ends with its value, so ignore_eos and "
+                    "min_tokens do not fit: leave them out"
+                ),
                 exit_code=2,
             )
 
@@ -101,22 +103,33 @@ class Sampling:
             value = getattr(self, name)
             if low <= value <= high:
                 continue
-            rule = f"from {low:,g} to {high:,g}"
+            values = {"name": name, "low": low, "high": high, "value": value}
+            message = tr("{name} must be from {low:,g} to {high:,g}, got {value}", **values)
             if high >= UNBOUNDED:
-                rule = f"finite and at least {low:g}"
-            raise UserError(f"{name} must be {rule}, got {value}", exit_code=2)
+                message = tr("{name} must be finite and at least {low:g}, got {value}", **values)
+            raise UserError(message, exit_code=2)
         if self.top_k is not None and self.top_k < 1:
             raise UserError(
-                f"top_k must be at least 1, got {self.top_k}. To sample from all tokens, give "
-                "None, or 0 in a command",
+                tr(
+                    "top_k must be at least 1, got {top_k}. To sample from all tokens, give "
+                    "None, or 0 in a command",
+                    top_k=self.top_k,
+                ),
                 exit_code=2,
             )
         if self.max_tokens < 1:
-            raise UserError(f"max_tokens must be at least 1, got {self.max_tokens}", exit_code=2)
+            raise UserError(
+                tr("max_tokens must be at least 1, got {max_tokens}", max_tokens=self.max_tokens),
+                exit_code=2,
+            )
         count = self.prompt_logprobs
         if count is not None and not 0 <= count <= MOST_ALTERNATIVES:
             raise UserError(
-                f"prompt_logprobs must be from 0 to {MOST_ALTERNATIVES}, got {count}",
+                tr(
+                    "prompt_logprobs must be from 0 to {most}, got {count}",
+                    most=MOST_ALTERNATIVES,
+                    count=count,
+                ),
                 exit_code=2,
             )
 
@@ -126,21 +139,34 @@ class Sampling:
             entries = len(getattr(self, name))
             if entries > limit:
                 raise UserError(
-                    f"{name} has at most {limit} entries, got {entries:,}",
+                    tr(
+                        "{name} has at most {limit} entries, got {entries:,}",
+                        name=name,
+                        limit=limit,
+                        entries=entries,
+                    ),
                     exit_code=2,
                 )
         for stop in self.stop:
             if not 0 < len(stop) <= LONGEST_STOP:
                 raise UserError(
-                    f"a stop string has from 1 to {LONGEST_STOP} characters, got one of "
-                    f"{len(stop):,}",
+                    tr(
+                        "a stop string has from 1 to {longest} characters, got one of {count:,}",
+                        longest=LONGEST_STOP,
+                        count=len(stop),
+                    ),
                     exit_code=2,
                 )
         for token, bias in self.logit_bias:
             if not -MOST_BIAS <= bias <= MOST_BIAS:
                 raise UserError(
-                    f"a logit_bias must be from -{MOST_BIAS:g} to {MOST_BIAS:g}, got {bias} for "
-                    f"token {token}",
+                    tr(
+                        "a logit_bias must be from -{most:g} to {most:g}, got "
+                        "{bias} for token {token}",
+                        most=MOST_BIAS,
+                        bias=bias,
+                        token=token,
+                    ),
                     exit_code=2,
                 )
 
@@ -175,14 +201,19 @@ def check_request(
     """
     if not prompt:
         raise UserError(
-            "the prompt is empty: it must have at least one token. Pass a text to answer."
+            tr("the prompt is empty: it must have at least one token. Pass a text to answer.")
         )
     if len(prompt) >= length:
         raise UserError(
-            f"the prompt is too long: it has {len(prompt)} tokens, the context holds {length}, and "
-            "the reply needs at least one. Shorten the prompt or start a new chat."
+            tr(
+                "the prompt is too long: it has {count} tokens, the context holds "
+                "{length}, and the reply needs at least one. Shorten the prompt or start a "
+                "new chat.",
+                count=len(prompt),
+                length=length,
+            )
         )
-    check_tokens("the prompt", prompt, vocabulary)
+    check_tokens(tr("the prompt"), prompt, vocabulary)
     check_tokens("stop_tokens", sampling.stop_tokens, vocabulary)
     check_tokens("logit_bias", [token for token, _ in sampling.logit_bias], vocabulary)
 
@@ -197,8 +228,13 @@ def check_tokens(
         return
     wrong = next(token for token in tokens if not 0 <= token < vocabulary)
     raise UserError(
-        f"{name} holds token {wrong}, but the model's tokens go from 0 to {vocabulary - 1:,}: send "
-        "tokens of this model"
+        tr(
+            "{name} holds token {wrong}, but the model's tokens go from 0 to "
+            "{last:,}: send tokens of this model",
+            name=name,
+            wrong=wrong,
+            last=vocabulary - 1,
+        )
     )
 
 

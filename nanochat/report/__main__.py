@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from nanochat.common import UserError, log, read_json, run, write_atomic, write_json
+from nanochat.common import UserError, log, read_json, run, tr, write_atomic, write_json
 from nanochat.report.compare import compare, load_run, named
 from nanochat.report.curves import draw
 from nanochat.report.html import page
@@ -34,7 +34,10 @@ def generate(key: str = "") -> Path:
     costs = read_stages()
     if not sections:
         raise UserError(
-            f"there are no figures in {folder} yet; run a stage first, such as bash speedrun.sh",
+            tr(
+                "there are no figures in {folder} yet; run a stage first, such as bash speedrun.sh",
+                folder=folder,
+            ),
             2,
         )
     report = {
@@ -87,8 +90,11 @@ def show() -> None:
     path = report_dir() / "report.json"
     if not path.exists():
         raise UserError(
-            f"there is no report in {report_dir()} yet; make one with `python -m nanochat.report "
-            "generate`",
+            tr(
+                "there is no report in {folder} yet; make one with `python -m "
+                "nanochat.report generate`",
+                folder=report_dir(),
+            ),
             2,
         )
     report = read_json(path)
@@ -99,7 +105,7 @@ def show() -> None:
     Console().print(grid)
     total = report["summary"]
     log(cost_of(total))
-    log(f"report: {report_dir() / 'report.md'}")
+    log(tr("report: {path}", path=report_dir() / "report.md"))
 
 
 @dataclass(frozen=True)
@@ -132,21 +138,34 @@ def main(cfg: Config) -> None:
     """
     if cfg.runs and cfg.verb != "compare":
         raise UserError(
-            f"{cfg.verb} takes no names of runs, got {', '.join(cfg.runs)}; leave them out", 2
+            tr(
+                "{verb} takes no names of runs, got {runs}; leave them out",
+                verb=cfg.verb,
+                runs=", ".join(cfg.runs),
+            ),
+            2,
         )
     if cfg.verb == "generate":
-        log(f"report: {generate(cfg.key)}")
+        log(tr("report: {path}", path=generate(cfg.key)))
     elif cfg.verb == "show":
         show()
     elif cfg.verb == "compare":
         if len(cfg.runs) < 2:
             raise UserError(
-                "compare needs two or more runs, as base folders or report.json files, got "
-                f"{len(cfg.runs)}",
+                tr(
+                    "compare needs two or more runs, as base folders or report.json files, "
+                    "got {count}",
+                    count=len(cfg.runs),
+                ),
                 2,
             )
         runs = named([load_run(word) for word in cfg.runs])
-        log(f"comparison: {compare(runs, report_dir() / 'compare', cfg.price_per_hour)}")
+        log(
+            tr(
+                "comparison: {path}",
+                path=compare(runs, report_dir() / "compare", cfg.price_per_hour),
+            )
+        )
     elif cfg.verb == "reset":
         shutil.rmtree(report_dir(), ignore_errors=True)
     elif cfg.verb == "begin":

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import UserError, read_json, write_atomic
+from nanochat.common import UserError, read_json, tr, write_atomic
 from nanochat.report.curves import draw
 from nanochat.report.html import page
 from nanochat.report.markdown import MEANINGS, cell, grid
@@ -68,8 +68,12 @@ def load_run(word: str) -> Run:
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
         raise UserError(
-            f"there is no report.json in {folder}. Name base folders or report.json files of "
-            "finished runs; `python -m nanochat.report generate` makes the report of a run",
+            tr(
+                "there is no report.json in {folder}. Name base folders or report.json "
+                "files of finished runs; `python -m nanochat.report generate` makes the "
+                "report of a run",
+                folder=folder,
+            ),
             2,
         )
     report = read_json(file)
@@ -78,8 +82,11 @@ def load_run(word: str) -> Run:
     missing = [key for key, kind in REPORT_KEYS.items() if not isinstance(report.get(key), kind)]
     if missing:
         raise UserError(
-            f"{file} is not a report of this version: it lacks {', '.join(missing)}. Generate it "
-            "again",
+            tr(
+                "{file} is not a report of this version: it lacks {missing}. Generate it again",
+                file=file,
+                missing=", ".join(missing),
+            ),
             2,
         )
     run_folder = file.parent.parent if file.parent.name == "report" else file.parent

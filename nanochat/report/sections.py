@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import appendix, base_dir, log, read_json, write_json
+from nanochat.common import appendix, base_dir, log, read_json, tr, write_json
 from nanochat.data.mixing import unweighted
 from nanochat.runtime.tracking import read_metrics
 
@@ -147,7 +147,12 @@ def current_sections() -> dict[str, dict[str, Any]]:
     of_run = sections_of_run(sections, newest)
     omitted = [name for name in sections if name not in of_run]
     if omitted:
-        log(f"left out of the report, since they belong to another run: {', '.join(omitted)}")
+        log(
+            tr(
+                "left out of the report, since they belong to another run: {omitted}",
+                omitted=", ".join(omitted),
+            )
+        )
     return of_run
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat.common import Rare, UserError
+from nanochat.common import Rare, UserError, tr
 from nanochat.context import TREE, model_arguments
 
 Average = Literal["token", "reply", "limit"]
@@ -70,21 +70,34 @@ class PolicyFlags:
         """Raise UserError (exit code 2) if a flag is out of range or flags conflict."""
         (low, high), updates = self.clip, self.updates_per_rollout
         rules = (
-            (updates >= 1, f"--updates_per_rollout must be at least 1, got {updates}"),
+            (
+                updates >= 1,
+                tr("--updates_per_rollout must be at least 1, got {updates}", updates=updates),
+            ),
             (
                 updates == 1 or self.loss != "reinforce",
-                "--updates_per_rollout above 1 needs a loss "
-                f"with ratios, since the replies come from the model before the first update, got --loss={self.loss}: "
-                "take --loss=ppo",
+                tr(
+                    "--updates_per_rollout above 1 needs a loss with ratios, since the replies "
+                    "come from the model before the first update, got --loss={loss}: "
+                    "take --loss=ppo",
+                    loss=self.loss,
+                ),
             ),
-            (0 < low <= 1, f"--clip_low must be above 0 and at most 1, got {low:g}"),
-            (high > 0, f"--clip_high must be above 0, got {high:g}"),
-            (0 <= self.kl < math.inf, f"--kl must be at least 0, got {self.kl:g}"),
-            (self.oversample >= 1, f"--oversample must be at least 1, got {self.oversample}"),
+            (0 < low <= 1, tr("--clip_low must be above 0 and at most 1, got {low:g}", low=low)),
+            (high > 0, tr("--clip_high must be above 0, got {high:g}", high=high)),
+            (0 <= self.kl < math.inf, tr("--kl must be at least 0, got {kl:g}", kl=self.kl)),
+            (
+                self.oversample >= 1,
+                tr("--oversample must be at least 1, got {oversample}", oversample=self.oversample),
+            ),
             (
                 0 <= self.overlong_tokens < max_new_tokens,
-                "--overlong_tokens must be from 0 to less than "
-                f"--max_new_tokens={max_new_tokens}, got {self.overlong_tokens}",
+                tr(
+                    "--overlong_tokens must be from 0 to less than "
+                    "--max_new_tokens={max_new_tokens}, got {overlong_tokens}",
+                    max_new_tokens=max_new_tokens,
+                    overlong_tokens=self.overlong_tokens,
+                ),
             ),
         )
         for holds, rule in rules:

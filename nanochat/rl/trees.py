@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat import device
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.context import Tree
 from nanochat.device import Compute
 from nanochat.engine import Completion
@@ -73,7 +73,10 @@ def over_trees(requested: bool | None, model: Model, compute: Compute) -> bool:
     """
     if requested and not model.takes_trees:
         raise UserError(
-            "--trees was asked for, but this family of models reads rows only. Leave --trees out",
+            tr(
+                "--trees was asked for, but this family of models reads rows only. Leave "
+                "--trees out"
+            ),
             exit_code=2,
         )
     if not model.takes_trees:

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from nanochat.common import UserError
+from nanochat.common import UserError, own_language
 from nanochat.generate.sampling import Sampling
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.waiting import Line
@@ -262,6 +262,7 @@ class EngineThread(Generic[E]):
 
     def _run(self) -> None:
         """Carry out commands, hand requests to the engine and step it, until told to stop."""
+        own_language.set("en")  # programs read the engine's refusals
         while self._obey():
             self._fill()
             try:

@@ -17,7 +17,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanochat.common import warn
+from nanochat.common import own_language, warn
 from nanochat.generate.reply import Event
 from nanochat.serve.connections import SOCKET_BYTES, Caps, Connection, Connections
 from nanochat.serve.engine_thread import EngineThread
@@ -133,6 +133,7 @@ class Guard:
             refusal.headers["WWW-Authenticate"] = "Bearer"
             await refusal(scope, receive, guarded)
         else:
+            own_language.set("en")  # programs read what the API answers
             await self.app(scope, receive, guarded)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from nanochat.common import UserError
+from nanochat.common import UserError, own_language
 from nanochat.generate.reply import Event
 from nanochat.serve.connections import Caps, neighbour
 from nanochat.serve.engine_thread import HasSize, Ticket
@@ -91,9 +91,10 @@ class ChatServer:
         self.responses = ResponseStore()
         self.turns = Turns(settings.preparing)
         # The turns need no more than one thread, and each thread takes memory.
-        self.preparing = ThreadPoolExecutor(1, "prepare")
+        self.preparing = ThreadPoolExecutor(1, "prepare", own_language.set, ("en",))
         self.schema_turns = Turns(settings.preparing)
-        self.schemas = ThreadPoolExecutor(1, "schemas")  # a new schema may take seconds
+        # A new schema may take seconds.
+        self.schemas = ThreadPoolExecutor(1, "schemas", own_language.set, ("en",))
 
     # --- facts about the server ------------------------------------------------------------------
 

@@ -51,6 +51,13 @@ def test_whole_answer(client):
     assert body["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
 
 
+def test_programs_read_english_refusals(client, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    answer = client.post(CHAT, json=ask("hello", min_tokens=3, response_format={"type": "json_object"}))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].isascii()
+
+
 def test_streamed_answer_is_the_same_in_pieces_of_whole_characters(client):
     response = client.post(CHAT, json=ask("hello", stream=True))
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Part
-from nanochat.generate.reply import BROKEN, Alternatives, Event, Scored, TextStream
+from nanochat.generate.reply import Alternatives, Event, Scored, TextStream, broken_model
 from nanochat.generate.sampling import Sampling
 from nanochat.generate.schema.grammar import TOO_COMPLEX
 from nanochat.serve.engine_thread import Displaced, EngineThread, Ticket
@@ -360,7 +360,7 @@ class Answer(Response):
             text = f"the engine failed with {type(failure).__name__}: the server's log says why"
             raise ApiError(500, "engine_failed", text) from failure
         if any(event.broken for _, event in news):
-            raise ApiError(500, "model_broken", BROKEN)
+            raise ApiError(500, "model_broken", broken_model())
         self.watch.add(news)
         if any(event.finish == "error" for _, event in news):
             raise ApiError(400, "schema_too_complex", TOO_COMPLEX)
