@@ -272,7 +272,7 @@ const CHAT = {
     noAnswer: "模型没有给出回答。",
     saw: "模型看到的内容",
     sawLoading: "正在读取……",
-    sawTokens: "模型在回答之前读到了这 {count} 个词元。消息由特殊标记隔开，你输入的文字不会变成这样的标记。",
+    sawTokens: "模型在回答之前读到了这 {count} 个词元。消息由特殊词元隔开，你输入的文字不会变成这样的标记。",
     forgotten: "模型看不到以上消息了：它的上下文只能容纳 {context} 个词元。",
     toolName: "计算器",
     toolText: "模型用计算器算了“{expression}”，结果是“{result}”。",
