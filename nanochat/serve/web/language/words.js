@@ -259,7 +259,7 @@ const CHAT = {
     tune: "它由别人发布，又在这里用对话微调过。",
     published: "它由别人发布，这里原样提供。",
     size: "{parameters}个参数，能看到对话中最近的 {context} 个词元。一个词元是一个词，或者词的一部分。",
-    place: "阶段 {stage}，标签 {tag}，第 {step} 步",
+    place: "{stage} 阶段，标签 {tag}，第 {step} 步",
     keeping: "对话保存在这个浏览器里，直到你删除。服务器不保存任何内容。",
     served: "这里可以对话的模型：",
     compare: "和另一个模型对比回答：",
