@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import polib
 import pytest
@@ -20,8 +21,13 @@ def terms(page: str) -> Iterator[tuple[str, str, list[str]]]:
             yield cells[0], cells[1], re.findall("`([^`]+)`", cells[3])
 
 
+@cache
+def unwanted_words() -> list[tuple[str, str]]:
+    return [(word, term) for _, term, words in terms(PAGES[0]) for word in words]
+
+
 def unwanted(text: str) -> list[str]:
-    return [f"{word} for {term}" for _, term, words in terms(PAGES[0]) for word in words if word in text]
+    return [f"{word} for {term}" for word, term in unwanted_words() if word in text]
 
 
 def chinese_documents() -> list[str]:
@@ -38,6 +44,12 @@ def test_a_document_uses_the_terms(name: str) -> None:
 def test_the_messages_use_the_terms() -> None:
     entries = polib.pofile(str(CATALOGUE))
     assert {entry.msgid: wrong for entry in entries if (wrong := unwanted(entry.msgstr))} == {}
+
+
+@pytest.mark.parametrize("folder", ["tools_npu", "nanochat/serve", "nanochat/platforms", "nanochat/report", "runs"])
+def test_texts_in_the_code_use_the_terms(folder: str) -> None:
+    files = [file for file in (ROOT / folder).rglob("*") if file.suffix in {".py", ".js", ".sh"}]
+    assert {file.name: wrong for file in files if (wrong := unwanted(file.read_text(encoding="utf-8")))} == {}
 
 
 def test_both_pages_list_the_same_terms_and_a_wrong_word_is_found() -> None:
