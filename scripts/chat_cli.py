@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TextIO
 
 from tyro.conf import arg
 
-from nanochat.checkpoint_manager.load import Loaded
+from nanochat.checkpoint_manager.load import PUBLISHED, Loaded
 from nanochat.common import UserError, base_dir, run, tr
 from nanochat.data.conversation import Conversation, Message, Part, assistant, system, user
 from nanochat.device import compute_cleanup, compute_init
@@ -443,7 +443,7 @@ def open_model(cfg: Config, chat: Chat) -> None:
         repetition_penalty=drawing.repetition_penalty,
     )
     chat.note(
-        "model",
+        "published" if loaded.stage == PUBLISHED else "model",
         stage=loaded.stage,
         tag=harmless(loaded.tag),
         step=loaded.step,

@@ -98,8 +98,8 @@ def test_a_program_has_no_rights_and_writes_nothing_outside_its_folder(run: Run,
     work.
 
     注入：在两个等级里，分别由 root 和普通用户启动程序，让它数自己的 capability，并向 /etc、/root、/tmp、/dev/shm、
-    上一级文件夹和一个人人可写的文件夹写文件。必须：程序不是 root，没有任何 capability，也拿不回来；每次写入都失败，
-    而在自己的文件夹里可以写。
+    上一级目录和一个人人可写的目录写文件。必须：程序不是 root，没有任何 capability，也拿不回来；每次写入都失败，
+    而在自己的目录里可以写。
     """
     shared = Path("/tmp", f"nanochat-test-{os.getpid()}")
     shared.mkdir(mode=0o777)

@@ -138,6 +138,7 @@ def test_a_published_model_is_sampled_as_its_publisher_says_unless_flags_differ(
     (tmp_path / "generation_config.json").write_text(json.dumps(stated))
     notes = io.StringIO()
     assert chat_cli.open_chat(Config(model=tmp_path, **flags), notes).sampling == expected
+    assert f"{tmp_path.name} (published)" in notes.getvalue()
 
 
 def test_a_checkpoint_of_nan_refuses_to_chat(typed, monkeypatch):

@@ -3,6 +3,7 @@
 TEXTS = {
     "en": {
         "model": "model: stage {stage}, tag {tag}, step {step}, context of {context} tokens",
+        "published": "model: {tag} (published), context of {context} tokens",
         "server": "model: {model}, at {url}",
         "latest": "this is the model that was trained last, at {saved}",
         "others": "other models, newest first: {flags}",
@@ -48,7 +49,8 @@ TEXTS = {
         "({why})",
     },
     "zh": {
-        "model": "模型：阶段 {stage}，标签 {tag}，第 {step} 步，上下文 {context} 个词元",
+        "model": "模型：{tag}，阶段 {stage}，第 {step} 步，上下文 {context} 个词元",
+        "published": "模型：{tag}（已发布），上下文 {context} 个词元",
         "server": "模型：{model}，服务器 {url}",
         "latest": "这是最近训练的模型（{saved}）",
         "others": "其他模型（从新到旧）：{flags}",
@@ -59,8 +61,8 @@ TEXTS = {
         "help": """/help         显示本列表
 /new          开始新对话，系统提示不变
 /system 文字  设置系统提示并开始新对话；不写文字则清除系统提示
-/temp X       设置温度，0 表示总取最可能的词元（现为 {temperature}）
-/topk N       只从最可能的 N 个词元中采样，0 表示不限（现为 {top_k}）
+/temp X       设置温度，0 表示总取概率最高的词元（现为 {temperature}）
+/topk N       只从概率最高的 N 个词元中采样，0 表示不限（现为 {top_k}）
 /max N        设置回答的最大词元数（现为 {max_tokens}）
 /save 文件    把对话保存到文件
 /load 文件    从文件载入对话并继续

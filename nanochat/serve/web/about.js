@@ -87,7 +87,8 @@ function description(corpus) {
   };
   const lines = parameters ? [line("size", { parameters: { about: parameters }, context })] : [];
   if (corpus || stage === PUBLISHED) lines.push(line(stage));
-  lines.push(line("place", { stage, tag, step }), line("keeping"));
+  if (stage !== PUBLISHED) lines.push(line("place", { stage, tag, step }));
+  lines.push(line("keeping"));
   if (others.length) lines.push(line("others"), make("ul", "", ...others.map((flags) => make("li", "", make("code", "", flags)))));
   return lines;
 }
