@@ -361,7 +361,7 @@ class OldFlags:
     """Flags of earlier versions and other programs, with their new names or what to do instead."""
 
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # old name -> name
-    removed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> what to do now
+    removed: Mapping[str, Callable[[], str]] = dataclasses.field(default_factory=dict)  # -> advice
     # Switches that a value of another flag replaces: old name -> the flag and the value.
     replaced: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
@@ -376,14 +376,14 @@ class OldFlags:
             name, equals, value = word.partition("=")
             old = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
             if old in self.removed and old not in current:
-                raise UserError(f"{name} is gone: {self.removed[old]}", exit_code=2)
+                raise UserError(tr("{name} is gone: {do}", name=name, do=self.removed[old]()), 2)
             flag, setting = self.replaced.get(old, ("", ""))
             if flag in current and _WORDS.get(value.lower(), True):
-                warn(f"{name} is called --{flag}={setting} now")
                 word = f"--{flag}={setting}"
+                warn(tr("{name} is called {word} now", name=name, word=word))
             new = self.renamed.get(old, "")
             if new in current and old not in current:
-                warn(f"{name} is called --{new} now")
+                warn(tr("{name} is called {word} now", name=name, word=f"--{new}"))
                 word = f"--{new}{equals}{value}"
             words.append(word)
         return words
@@ -481,7 +481,7 @@ def parse(
     rare_count = sum(RARE in flag.marks for flag in flags)
     if rare_count and {"-h", "--help"} & {*words}:
         help_config = _without_rare(config)
-        hint = f"--help_all shows {rare_count} more flags, which few need."
+        hint = tr("--help_all shows {count} more flags, which few need.", count=rare_count)
         description = f"{description.rstrip()}\n\n{hint}" if description else hint
     words = ["--help" if word in ("--help_all", "--help-all") else word for word in words]
     module = sys.modules["__main__"].__spec__
@@ -549,8 +549,9 @@ def required_appendix(name: str, purpose: str) -> Any:
     """Import and return the module `name`, or raise UserError (exit code 2) if it is missing."""
     module = appendix(name)
     if module is None:
-        missing = f"{purpose} needs {name}, which this copy of nanochat does not have"
-        raise UserError(f"{missing}: restore its file, or do without {purpose}", 2)
+        names = {"purpose": purpose, "module": name}
+        needs = tr("{purpose} needs {module}, which this copy of nanochat does not have", **names)
+        raise UserError(needs + tr(": restore its file, or do without {purpose}", **names), 2)
     return module
 
 
@@ -603,7 +604,7 @@ def _run(
     except SystemExit as end:  # raised by the parser
         if end.code:
             _wait_for_rank_0()
-            note_end("error: the command line was refused; the lines above say why")
+            note_end(tr("error: the command line was refused; the lines above say why"))
         raise
     except UserError as mistake:
         if os.environ.get("NANOCHAT_TRACEBACK") == "1":
@@ -611,13 +612,12 @@ def _run(
         complain(tr("error: {mistake}", mistake=mistake))
         sys.exit(mistake.exit_code)
     except OSError as failure:
-        message = _disk_message(failure)
-        if message is None:
+        if (message := _disk_message(failure)) is None:
             raise
         complain(message)
         sys.exit(1)
     except KeyboardInterrupt:
-        complain("stopped")
+        complain(tr("stopped"))
         sys.exit(130)
 
 

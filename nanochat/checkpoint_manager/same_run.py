@@ -23,11 +23,13 @@ RENAMED = {
 }
 # Removed flag -> what to use instead
 REMOVED = {
-    "aspect_ratio": "--model_dim=N sets the number of channels",
-    "core_metric_every": "`python -m scripts.base_eval` measures CORE after training",
-    "core_metric_max_per_task": "`python -m scripts.base_eval --max_per_task=N` limits it",
-    "gradient_checkpointing": "--checkpoint_activations of scripts.finetune does it",
-    "sample_every": "replies are kept at each validation; --samples=N sets how many",
+    "aspect_ratio": lambda: tr("--model_dim=N sets the number of channels"),
+    "core_metric_every": lambda: tr("`python -m scripts.base_eval` measures CORE after training"),
+    "core_metric_max_per_task": lambda: tr(
+        "`python -m scripts.base_eval --max_per_task=N` limits it"
+    ),
+    "gradient_checkpointing": lambda: tr("--checkpoint_activations of scripts.finetune does it"),
+    "sample_every": lambda: tr("replies are kept at each validation; --samples=N sets how many"),
 }
 # Removed switch -> the flag and its value that replace it
 REPLACED = {"fp8": ("matmul", "fp8")}
@@ -93,7 +95,14 @@ class RunSettings:
             value_now = self.values.get(name, default)
             if value_before != value_now:
                 label = f"--{name}" if name in self.defaults else name
-                changes.append(f"{label}: {value_before} before, {value_now} now")
+                changes.append(
+                    tr(
+                        "{label}: {value_before} before, {value_now} now",
+                        label=label,
+                        value_before=value_before,
+                        value_now=value_now,
+                    )
+                )
         return changes
 
 
@@ -246,10 +255,17 @@ def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: C
         )
     differences = []
     if changed_files:
-        differences.append(f"{len(changed_files)} changed files")
+        differences.append(tr("{count} changed files", count=len(changed_files)))
     for name, value in program_now.items():
         if name not in CODE and program_before.get(name, value) != value:
-            differences.append(f"{name} {program_before[name]} before, {value} now")
+            differences.append(
+                tr(
+                    "{name} {before} before, {now} now",
+                    name=name,
+                    before=program_before[name],
+                    now=value,
+                )
+            )
     if differences:
         warn(
             tr(
@@ -278,8 +294,10 @@ def _changed_files(program_before: Mapping[str, Any], program_now: Mapping[str, 
     hashes_now = {**program_now.get("other_code", {}), **program_now["code"]}
     changes = []
     for name in sorted({*program_before["code"], *program_now["code"]}):
-        hash_before = hashes_before.get(name, "missing")
-        hash_now = hashes_now.get(name, "missing")
+        hash_before = hashes_before.get(name, tr("missing"))
+        hash_now = hashes_now.get(name, tr("missing"))
         if hash_before != hash_now:
-            changes.append(f"{name} {hash_before} before, {hash_now} now")
+            changes.append(
+                tr("{name} {before} before, {now} now", name=name, before=hash_before, now=hash_now)
+            )
     return changes

@@ -166,7 +166,9 @@ def _rendered(conversation: Conversation, tokenizer: Tokenizer) -> Rendered:
     except UserError as failure:
         if not conversation.origin:
             raise
-        raise UserError(f"{conversation.origin}: {failure}") from failure
+        raise UserError(
+            tr("{origin}: {failure}", origin=conversation.origin, failure=failure)
+        ) from failure
 
 
 def _batches(rendered: Iterable[Rendered]) -> Iterator[list[Rendered]]:

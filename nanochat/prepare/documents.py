@@ -91,9 +91,15 @@ def _shards_to_tokenise(corpus: Corpus, split: Literal["train", "val"]) -> list[
         unscreened = [name for name in names if name not in screened["shards"]]
         if unscreened:
             warn(
-                f"{len(unscreened)} shards of {corpus.name} came after its documents were "
-                f"screened, the first is {unscreened[0]}: all of their documents are kept. Screen "
-                f"them too: {screened['make']}"
+                tr(
+                    "{count} shards of {corpus} came after its documents were screened, "
+                    "the first is {first}: all of their documents are kept. Screen them "
+                    "too: {command}",
+                    count=len(unscreened),
+                    corpus=corpus.name,
+                    first=unscreened[0],
+                    command=screened["make"],
+                )
             )
     return split_shards
 
@@ -128,7 +134,10 @@ def _tokenise_shards(
             new_tokens += entry["tokens"]
     if new_tokens:
         speed = new_tokens / (time.monotonic() - start)
-        print(f"{new_tokens:,} tokens, {speed:,.0f} tokens/s", flush=True)
+        print(
+            tr("{new_tokens:,} tokens, {speed:,.0f} tokens/s", new_tokens=new_tokens, speed=speed),
+            flush=True,
+        )
     meta = {
         "format": FORMAT,
         "tokenizer": tokenizer.hash,

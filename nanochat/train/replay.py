@@ -78,8 +78,12 @@ def with_own_words(rows: Rows, every: int, base: Base, seed: int, compute: Compu
     own_plan = plan(token_set, rows.row_tokens, cut=False, too_long="cut")
     own_rows = PackedRows(token_set, own_plan, base.tokenizer.bos, seed, masked=True)
     log(
-        f"replay_every: {every} (one row in {every} holds the model's own words, "
-        f"{token_set.tokens:,} tokens, so that it forgets less)"
+        tr(
+            "replay_every: {every} (one row in {every} holds the model's own words, "
+            "{tokens:,} tokens, so that it forgets less)",
+            every=every,
+            tokens=token_set.tokens,
+        )
     )
     return blend(rows, own_rows, every)
 

@@ -159,10 +159,17 @@ def has_columns(source: Source) -> Callable[[Path], None]:
         if not has_all or str(schema.field(COLUMN).type) not in ("string", "large_string"):
             columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
             raise UserError(
-                f"{source.title} has changed: {path} has the columns {columns}, and must have "
-                f"{', '.join(source.columns)} with {COLUMN} as text. Delete the file and take "
-                "another corpus, or import such files as your own with --data DIR --text_column "
-                "COLUMN"
+                tr(
+                    "{title} has changed: {path} has the columns {columns}, and must have "
+                    "{needed} with {column} as text. Delete the file and take another "
+                    "corpus, or import such files as your own with --data DIR "
+                    "--text_column COLUMN",
+                    title=source.title,
+                    path=path,
+                    columns=columns,
+                    needed=", ".join(source.columns),
+                    column=COLUMN,
+                )
             )
 
     return check

@@ -85,8 +85,13 @@ def _rows(path: Path) -> Iterator[Entry]:
                     yield Entry(f"row {number}", without_nulls(row))
     except (pa.ArrowException, OSError) as failure:
         raise UserError(
-            f"{path} cannot be read after row {number:,}: {failure}. Get the file again or leave "
-            "it out"
+            tr(
+                "{path} cannot be read after row {number:,}: {failure}. Get the file again "
+                "or leave it out",
+                path=path,
+                number=number,
+                failure=failure,
+            )
         ) from failure
 
 
@@ -107,13 +112,20 @@ def _table(path: Path) -> Iterator[Entry]:
         for row in reader:
             place = f"line {reader.line_num}"
             if "" in row or None in row.values():
-                yield Entry(place, problem=f"it needs {len(reader.fieldnames or ())} cells")
+                yield Entry(
+                    place, problem=tr("it needs {cells} cells", cells=len(reader.fieldnames or ()))
+                )
             else:
                 yield Entry(place, row)
     except csv.Error as failure:
         raise UserError(
-            f"{path}, line {reader.line_num} is not CSV: {failure}. Save the table again as CSV "
-            "with commas"
+            tr(
+                "{path}, line {line} is not CSV: {failure}. Save the table again as CSV "
+                "with commas",
+                path=path,
+                line=reader.line_num,
+                failure=failure,
+            )
         ) from failure
 
 
@@ -122,7 +134,9 @@ def _checked(path: Path) -> Iterator[str]:
     for number, line in lines(path):
         problem = problem_of(line, path)
         if problem:
-            raise UserError(f"{path}, line {number}: {problem}")
+            raise UserError(
+                tr("{path}, line {number}: {problem}", path=path, number=number, problem=problem)
+            )
         yield line
 
 
@@ -192,7 +206,7 @@ def _values_over_lines(path: Path, surely: bool) -> list[Entry]:
                 values.append(Entry(f"line {broken.lineno}", problem=reason))
             return values
         except RecursionError:
-            return [*values, Entry(f"line {line}", problem="it is nested too deeply")]
+            return [*values, Entry(f"line {line}", problem=tr("it is nested too deeply"))]
         values.append(Entry(f"line {line}", value))
         line += text.count("\n", position, next_end)
         end = next_end
@@ -215,7 +229,11 @@ def _records_in(entry: Entry) -> Iterator[Entry]:
     if isinstance(value, Mapping) and isinstance(value.get(_WRAPPER), list):
         others = [key for key in value if key not in (_WRAPPER, *_ABOUT)]
         if others:
-            problem = f'beside "{_WRAPPER}" there are keys that belong to no record: {others[:5]}'
+            problem = tr(
+                'beside "{wrapper}" there are keys that belong to no record: {others}',
+                wrapper=_WRAPPER,
+                others=others[:5],
+            )
             yield Entry(entry.place or "item 1", problem=problem)
             return
         value = value[_WRAPPER]

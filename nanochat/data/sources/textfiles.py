@@ -188,7 +188,7 @@ def _no_column(
     column: str,
     names: list[str],
 ) -> UserError:
-    fields = ", ".join(names) or "none"
+    fields = ", ".join(names) or tr("none")
     return UserError(
         tr(
             "{where} has no field {column!r}; its fields: {fields}. Choose one with --text_column",
@@ -206,9 +206,15 @@ def _no_text(
     kind: str,
     text_fields: list[str],
 ) -> UserError:
-    fields = ", ".join(text_fields) or "none"
+    fields = ", ".join(text_fields) or tr("none")
     return UserError(
-        f"{where}: {column!r} must be text, got {kind}; its fields with text: {fields}. Choose one "
-        "with --text_column, or fix the file",
+        tr(
+            "{where}: {column!r} must be text, got {kind}; its fields with text: {fields}. "
+            "Choose one with --text_column, or fix the file",
+            where=where,
+            column=column,
+            kind=kind,
+            fields=fields,
+        ),
         2,
     )

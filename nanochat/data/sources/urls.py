@@ -174,9 +174,13 @@ def _use_existing_files(remotes: list[Remote], folder: Path) -> None:
             fetched_again.append(remote.url)
     if fetched_again:
         log(
-            f"{len(fetched_again)} file(s) of an earlier version of this program are fetched "
-            "again: nothing tells whether they came from the same addresses; the first is "
-            f"{fetched_again[0]}"
+            tr(
+                "{count} file(s) of an earlier version of this program are fetched again: "
+                "nothing tells whether they came from the same addresses; the first is "
+                "{first}",
+                count=len(fetched_again),
+                first=fetched_again[0],
+            )
         )
 
 
