@@ -361,7 +361,7 @@ class OldFlags:
     """Flags of earlier versions and other programs, with their new names or what to do instead."""
 
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # old name -> name
-    removed: Mapping[str, Callable[[], str]] = dataclasses.field(default_factory=dict)  # -> advice
+    removed: Callable[[], Mapping[str, str]] = dict  # returns: name -> what to do now
     # Switches that a value of another flag replaces: old name -> the flag and the value.
     replaced: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
@@ -375,8 +375,8 @@ class OldFlags:
         for word in argv:
             name, equals, value = word.partition("=")
             old = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
-            if old in self.removed and old not in current:
-                raise UserError(tr("{name} is gone: {do}", name=name, do=self.removed[old]()), 2)
+            if old in self.removed() and old not in current:
+                raise UserError(tr("{name} is gone: {do}", name=name, do=self.removed()[old]), 2)
             flag, setting = self.replaced.get(old, ("", ""))
             if flag in current and _WORDS.get(value.lower(), True):
                 word = f"--{flag}={setting}"

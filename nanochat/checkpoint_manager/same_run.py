@@ -21,19 +21,8 @@ RENAMED = {
     "resume_from_step": "resume",
     "save_steps": "save_every",
 }
-# Removed flag -> what to use instead
-REMOVED = {
-    "aspect_ratio": lambda: tr("--model_dim=N sets the number of channels"),
-    "core_metric_every": lambda: tr("`python -m scripts.base_eval` measures CORE after training"),
-    "core_metric_max_per_task": lambda: tr(
-        "`python -m scripts.base_eval --max_per_task=N` limits it"
-    ),
-    "gradient_checkpointing": lambda: tr("--checkpoint_activations of scripts.finetune does it"),
-    "sample_every": lambda: tr("replies are kept at each validation; --samples=N sets how many"),
-}
 # Removed switch -> the flag and its value that replace it
 REPLACED = {"fp8": ("matmul", "fp8")}
-OLD_FLAGS = OldFlags(RENAMED, REMOVED, REPLACED)
 # What runs did before a flag or a fact existed, if it is not what they do by default today
 BEFORE_FLAGS = {
     "bigram_rows": 0,
@@ -45,6 +34,20 @@ BEFORE_FLAGS = {
 MATMUL = "matmul"
 # Names in made_with(): hashes of the files that the program has loaded, and of all other files.
 CODE = ("code", "other_code")
+
+
+def removed_flags() -> dict[str, str]:
+    """Return a dict from each removed flag to what to use instead."""
+    return {
+        "aspect_ratio": tr("--model_dim=N sets the number of channels"),
+        "core_metric_every": tr("`python -m scripts.base_eval` measures CORE after training"),
+        "core_metric_max_per_task": tr("`python -m scripts.base_eval --max_per_task=N` limits it"),
+        "gradient_checkpointing": tr("--checkpoint_activations of scripts.finetune does it"),
+        "sample_every": tr("replies are kept at each validation; --samples=N sets how many"),
+    }
+
+
+OLD_FLAGS = OldFlags(RENAMED, removed_flags, REPLACED)
 
 
 def free_flags(config: type[Any]) -> frozenset[str]:
@@ -82,8 +85,9 @@ class RunSettings:
 
         Free and removed flags are ignored, and old names of flags are translated.
         """
+        removed = removed_flags()
         renamed = {
-            RENAMED.get(name, name): value for name, value in saved.items() if name not in REMOVED
+            RENAMED.get(name, name): value for name, value in saved.items() if name not in removed
         }
         for switch, (flag, setting) in REPLACED.items():
             if renamed.pop(switch, False):
