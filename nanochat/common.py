@@ -275,9 +275,10 @@ def check_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> None:
     """Raise ValueError if an existing path is not a regular file of at most `max_bytes` bytes."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is not a regular file")
+        raise ValueError(tr("it is not a regular file"))
     if status.st_size > max_bytes:
-        raise ValueError(f"it has {status.st_size:,} bytes, and at most {max_bytes:,} are read")
+        sizes = {"size": status.st_size, "most": max_bytes}
+        raise ValueError(tr("it has {size:,} bytes, and at most {most:,} are read", **sizes))
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -288,7 +289,7 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError(tr("it is nested too deeply")) from None
 
 
 def read_json(path: Path) -> Any:
@@ -623,18 +624,17 @@ def _run(
 
 def _disk_message(failure: OSError) -> str | None:
     """Return the message for a full disk or denied access to a named file, else None."""
-    place = failure.filename or base_dir()
     if failure.errno in DISK_FULL:
         return tr(
             "error: the disk is full ({where}); no half-written file was kept. Free some space, or "
             "set NANOCHAT_BASE_DIR to a folder on another disk, then type the same command again.",
-            where=place,
+            where=failure.filename or base_dir(),
         )
     if failure.errno in NOT_ALLOWED and failure.filename:
         return tr(
             "error: {where}: {reason}. Set NANOCHAT_BASE_DIR to a folder that you may write, or "
             "have the rights of this file changed, then type the same command again.",
-            where=place,
+            where=failure.filename,
             reason=failure.strerror,
         )
     return None

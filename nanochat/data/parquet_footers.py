@@ -127,7 +127,7 @@ def _value(
         return _list(data, at)
     if kind == _STRUCT:
         return _struct(data, at)
-    raise ValueError(f"its footer has a value of the unknown type {kind}")
+    raise ValueError(tr("its footer has a value of the unknown type {kind}", kind=kind))
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:

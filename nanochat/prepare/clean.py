@@ -55,8 +55,8 @@ def clean(
     paths = [path.absolute() for split in ("val", "train") for path in shards(corpus, split)]
     with locked(corpus.folder / ".clean.lock") as lock:
         result_paths = [corpus.folder / DROPPED / f".{path.stem}.npz" for path in paths]
-        title = f"screen {corpus.name}"
-        with Progress(title, sum(map(count_rows, paths)), "documents") as progress:
+        title = tr("screen {corpus}", corpus=corpus.name)
+        with Progress(title, sum(map(count_rows, paths)), tr("documents")) as progress:
             total_bytes = sum(path.stat().st_size for path in paths)
             process_count = processes_for(total_bytes, len(paths), processes)
             if process_count < 2:

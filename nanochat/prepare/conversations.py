@@ -139,7 +139,9 @@ def _write(
     skipped = int(tokenizer.marks_begin)
     with (
         token_writer(folder, "conversations", dtype, masked=True) as writer,
-        Progress(f"tokenise {folder.name}", None, "conversations") as progress,
+        Progress(
+            tr("tokenise {folder}", folder=folder.name), None, tr("conversations")
+        ) as progress,
     ):
         for batch in _batches(rendered):
             ids = [item.ids[skipped:] for item in batch]

@@ -112,13 +112,13 @@ def _tokenise_shards(
     lock: int,
 ) -> None:
     """Tokenise the shards that are not done yet, and write the folder's meta.json."""
-    title = f"tokenise {folder.parent.parent.name} {folder.name}"
+    title = tr("tokenise {corpus} {split}", corpus=folder.parent.parent.name, split=folder.name)
     start = time.monotonic()
     parts: dict[str, dict[str, Any]] = {}
     unfinished: list[Shard] = []
     new_tokens = 0
     total = sum(count_rows(shard.path) for shard in shards)
-    with Progress(title, total, "documents") as progress:
+    with Progress(title, total, tr("documents")) as progress:
         for shard in shards:
             note = _note_path(folder, shard.path.stem)
             entry = _read_note(note)

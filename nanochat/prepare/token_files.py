@@ -368,7 +368,9 @@ def _hash(folder: Path, hashes: Mapping[str, str]) -> tuple[dict[str, str], dict
     size = sum(state[0] for state in states.values())
     bar = None
     if size > LONG:
-        bar = Progress(f"check {folder.parent.name} {folder.name}", size, "B")
+        bar = Progress(
+            tr("check {corpus} {split}", corpus=folder.parent.name, split=folder.name), size, "B"
+        )
     wrong: dict[str, str] = {}
     intact: dict[str, list] = {}
     with bar or contextlib.nullcontext(), ThreadPoolExecutor(THREADS) as threads:

@@ -102,7 +102,7 @@ def _sampled(
     prompts = [tokenizer.render_prompt(Conversation((user(text),))) for text in _questions()]
     short_prompts = [prompt for prompt in prompts if len(prompt) <= longest // 2]
     total = 0
-    with Progress("own words", tokens, "tokens") as progress:
+    with Progress(tr("own words"), tokens, tr("tokens")) as progress:
         for round_number in itertools.count():
             sampling = Sampling(temperature=1.0, max_tokens=longest, seed=seed + round_number)
             chosen = _turn(short_prompts, round_number)

@@ -342,7 +342,10 @@ def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
         file.flush()
         os.fsync(file.fileno())
         if promised_sha256 and sha256_of(partial_path) != promised_sha256:
-            why = f"the downloaded file does not have the promised SHA-256 {promised_sha256}"
+            why = tr(
+                "the downloaded file does not have the promised SHA-256 {sha256}",
+                sha256=promised_sha256,
+            )
             raise _start_over(file, transfer, why)
         try:
             transfer.check(partial_path)
@@ -595,12 +598,12 @@ def _in_one_line(failure: requests.RequestException) -> str:
     """Return a one-line description of a network failure."""
     text = str(failure)
     if isinstance(failure, requests.Timeout) or "timed out" in text:
-        return "no answer in time"
+        return tr("no answer in time")
     if isinstance(failure, requests.exceptions.ProxyError):
-        return "the proxy could not be reached"
+        return tr("the proxy could not be reached")
     if isinstance(failure, requests.exceptions.SSLError):
-        return f"no secure connection ({text[:200]})"
+        return tr("no secure connection ({reason})", reason=text[:200])
     if "NameResolutionError" in text or "Name or service" in text:
-        return "the server's name could not be resolved"
+        return tr("the server's name could not be resolved")
     match = re.search(r"\[Errno -?\d+\] ([^'\")]+)", text)
     return match.group(1).lower() if match else text[:200]

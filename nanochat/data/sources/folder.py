@@ -180,7 +180,7 @@ def _write(
     Warns if documents had been left out of the old corpus, because they are included again.
     """
     dropped = read_about(corpus.folder).get(DROPPED, {})
-    with bars(corpus.name, None, "documents") as bar:
+    with bars(corpus.name, None, tr("documents")) as bar:
 
         def counted() -> Iterator[str]:
             for text in texts:

@@ -203,7 +203,9 @@ def _fetch(
         group.append(remote)
     begun = sum(part_size(remote.path) for remote in missing)
     check_space(folder, total - begun)
-    with bars(f"{name}, {len(missing)} files", total or None, "B") as bar:
+    with bars(
+        tr("{name}, {count} files", name=name, count=len(missing)), total or None, "B"
+    ) as bar:
         bar.advance(begun, skipped=True)
         for group in (hub_files, other_files):
             if group:
