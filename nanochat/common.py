@@ -275,9 +275,10 @@ def check_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> None:
     """Raise ValueError if an existing path is not a regular file of at most `max_bytes` bytes."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is not a regular file")
+        raise ValueError(tr("it is not a regular file"))
     if status.st_size > max_bytes:
-        raise ValueError(f"it has {status.st_size:,} bytes, and at most {max_bytes:,} are read")
+        sizes = {"size": status.st_size, "most": max_bytes}
+        raise ValueError(tr("it has {size:,} bytes, and at most {most:,} are read", **sizes))
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -288,7 +289,7 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError(tr("it is nested too deeply")) from None
 
 
 def read_json(path: Path) -> Any:
@@ -361,7 +362,7 @@ class OldFlags:
     """Flags of earlier versions and other programs, with their new names or what to do instead."""
 
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # old name -> name
-    removed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> what to do now
+    removed: Callable[[], Mapping[str, str]] = dict  # returns: name -> what to do now
     # Switches that a value of another flag replaces: old name -> the flag and the value.
     replaced: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
@@ -375,15 +376,15 @@ class OldFlags:
         for word in argv:
             name, equals, value = word.partition("=")
             old = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
-            if old in self.removed and old not in current:
-                raise UserError(f"{name} is gone: {self.removed[old]}", exit_code=2)
+            if old in self.removed() and old not in current:
+                raise UserError(tr("{name} is gone: {do}", name=name, do=self.removed()[old]), 2)
             flag, setting = self.replaced.get(old, ("", ""))
             if flag in current and _WORDS.get(value.lower(), True):
-                warn(f"{name} is called --{flag}={setting} now")
                 word = f"--{flag}={setting}"
+                warn(tr("{name} is called {word} now", name=name, word=word))
             new = self.renamed.get(old, "")
             if new in current and old not in current:
-                warn(f"{name} is called --{new} now")
+                warn(tr("{name} is called {word} now", name=name, word=f"--{new}"))
                 word = f"--{new}{equals}{value}"
             words.append(word)
         return words
@@ -481,7 +482,7 @@ def parse(
     rare_count = sum(RARE in flag.marks for flag in flags)
     if rare_count and {"-h", "--help"} & {*words}:
         help_config = _without_rare(config)
-        hint = f"--help_all shows {rare_count} more flags, which few need."
+        hint = tr("--help_all shows {count} more flags, which few need.", count=rare_count)
         description = f"{description.rstrip()}\n\n{hint}" if description else hint
     words = ["--help" if word in ("--help_all", "--help-all") else word for word in words]
     module = sys.modules["__main__"].__spec__
@@ -549,8 +550,9 @@ def required_appendix(name: str, purpose: str) -> Any:
     """Import and return the module `name`, or raise UserError (exit code 2) if it is missing."""
     module = appendix(name)
     if module is None:
-        missing = f"{purpose} needs {name}, which this copy of nanochat does not have"
-        raise UserError(f"{missing}: restore its file, or do without {purpose}", 2)
+        names = {"purpose": purpose, "module": name}
+        needs = tr("{purpose} needs {module}, which this copy of nanochat does not have", **names)
+        raise UserError(needs + tr(": restore its file, or do without {purpose}", **names), 2)
     return module
 
 
@@ -603,7 +605,7 @@ def _run(
     except SystemExit as end:  # raised by the parser
         if end.code:
             _wait_for_rank_0()
-            note_end("error: the command line was refused; the lines above say why")
+            note_end(tr("error: the command line was refused; the lines above say why"))
         raise
     except UserError as mistake:
         if os.environ.get("NANOCHAT_TRACEBACK") == "1":
@@ -611,30 +613,28 @@ def _run(
         complain(tr("error: {mistake}", mistake=mistake))
         sys.exit(mistake.exit_code)
     except OSError as failure:
-        message = _disk_message(failure)
-        if message is None:
+        if (message := _disk_message(failure)) is None:
             raise
         complain(message)
         sys.exit(1)
     except KeyboardInterrupt:
-        complain("stopped")
+        complain(tr("stopped"))
         sys.exit(130)
 
 
 def _disk_message(failure: OSError) -> str | None:
     """Return the message for a full disk or denied access to a named file, else None."""
-    place = failure.filename or base_dir()
     if failure.errno in DISK_FULL:
         return tr(
             "error: the disk is full ({where}); no half-written file was kept. Free some space, or "
             "set NANOCHAT_BASE_DIR to a folder on another disk, then type the same command again.",
-            where=place,
+            where=failure.filename or base_dir(),
         )
     if failure.errno in NOT_ALLOWED and failure.filename:
         return tr(
             "error: {where}: {reason}. Set NANOCHAT_BASE_DIR to a folder that you may write, or "
             "have the rights of this file changed, then type the same command again.",
-            where=place,
+            where=failure.filename,
             reason=failure.strerror,
         )
     return None

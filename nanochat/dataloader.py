@@ -119,8 +119,11 @@ class Rows:
         """
         if masked and token_set.parts[0].mask is None:
             raise UserError(
-                f"{token_set.folder} holds documents, which have no mask; only conversations have "
-                "one. Prepare conversations, or train without a mask."
+                tr(
+                    "{folder} holds documents, which have no mask; only conversations have "
+                    "one. Prepare conversations, or train without a mask.",
+                    folder=token_set.folder,
+                )
             )
         self._token_set = token_set
         self._plan = plan
@@ -568,7 +571,11 @@ def blend(
     """
     if every < 2:
         raise UserError(
-            f"one row in N comes from the second set, so N must be 2 or more, got {every}", 2
+            tr(
+                "one row in N comes from the second set, so N must be 2 or more, got {every}",
+                every=every,
+            ),
+            2,
         )
     key = f"{first.key} {second.key} {every}"  # checkpoints contain this key
     count = first.count * every // (every - 1)

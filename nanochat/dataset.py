@@ -115,13 +115,19 @@ def make_corpus(cfg: Config) -> Corpus:
             Progress,
             skip_bad_lines=cfg.skip_bad_lines,
         )
-    problem = "no data was named"
+    problem = tr("no data was named")
     if cfg.data is not None:
-        problem = f"there is no file or folder {cfg.data!r}"
+        problem = tr("there is no file or folder {data!r}", data=cfg.data)
     raise UserError(
-        f"{problem}. Type one of\n  {MAKE_TINYWORLD}\n  {MAKE_FINEWEB}\n"
-        "  python -m nanochat.dataset --data DIR\n"
-        f"The published corpora are {', '.join(SOURCES)}.",
+        tr(
+            "{problem}. Type one of\n  {tinyworld}\n  {fineweb}\n  python -m nanochat.dataset "
+            "--data DIR\n"
+            "The published corpora are {corpora}.",
+            problem=problem,
+            tinyworld=MAKE_TINYWORLD,
+            fineweb=MAKE_FINEWEB,
+            corpora=", ".join(SOURCES),
+        ),
         exit_code=2,
     )
 
@@ -147,8 +153,12 @@ def _from_publisher(cfg: Config) -> Corpus:
     if published is None or cfg.num_files is None:
         example = published.make(8) if published else MAKE_FINEWEB
         raise UserError(
-            f"-n N sets the number of shards of a published corpus ({', '.join(SOURCES)}), which "
-            f"needs it, and other data cannot take it. Type for example: {example}",
+            tr(
+                "-n N sets the number of shards of a published corpus ({corpora}), which "
+                "needs it, and other data cannot take it. Type for example: {example}",
+                corpora=", ".join(SOURCES),
+                example=example,
+            ),
             exit_code=2,
         )
     return download(published, cfg.num_files, Progress, cfg.host, cfg.num_workers)

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 
 from nanochat.attention import PlainAttention
 from nanochat.cache import Cache
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.context import Context, Rows
 from nanochat.linear import Embedding, Linear
 from nanochat.loss import chunked_loss, softcap, token_losses
@@ -51,27 +51,53 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head:
             raise UserError(
-                f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}"
+                tr(
+                    "n_embd must be a multiple of n_head, got {n_embd} and {n_head}",
+                    n_embd=self.n_embd,
+                    n_head=self.n_head,
+                )
             )
         if self.n_head % self.n_kv_head:
             raise UserError(
-                f"n_head must be a multiple of n_kv_head, got {self.n_head} and {self.n_kv_head}"
+                tr(
+                    "n_head must be a multiple of n_kv_head, got {n_head} and {n_kv_head}",
+                    n_head=self.n_head,
+                    n_kv_head=self.n_kv_head,
+                )
             )
         if self.head_dim % (4 if self.offset_layers else 2):
             raise UserError(
-                f"the head dimension must be a multiple of 2, of 4 with offset_layers, got {self.head_dim}"
+                tr(
+                    "the head dimension must be a multiple of 2, of 4 with offset_layers, "
+                    "got {head_dim}",
+                    head_dim=self.head_dim,
+                )
             )
         if self.n_embd < SMEAR_CHANNELS:
             raise UserError(
-                f"n_embd must be at least {SMEAR_CHANNELS}, which the smear gate reads, got {self.n_embd}"
+                tr(
+                    "n_embd must be at least {smear_channels}, which the smear gate reads, "
+                    "got {n_embd}",
+                    smear_channels=SMEAR_CHANNELS,
+                    n_embd=self.n_embd,
+                )
             )
         if not 0 <= self.offset_layers <= self.n_layer:
             raise UserError(
-                f"offset_layers must be from 0 to {self.n_layer}, n_layer, got {self.offset_layers}",
+                tr(
+                    "offset_layers must be from 0 to {n_layer}, n_layer, got {offset_layers}",
+                    n_layer=self.n_layer,
+                    offset_layers=self.offset_layers,
+                ),
                 2,
             )
         if not self.window_pattern or set(self.window_pattern.upper()) - set("SL"):
-            raise UserError(f"window_pattern is made of S and L, got {self.window_pattern!r}")
+            raise UserError(
+                tr(
+                    "window_pattern is made of S and L, got {window_pattern!r}",
+                    window_pattern=self.window_pattern,
+                )
+            )
 
     @property
     def head_dim(self) -> int:
@@ -228,7 +254,8 @@ class Bigrams(Embedding):
     def __init__(self, rows: int, channels: int):
         if rows < 1:
             raise UserError(
-                f"bigram_rows must be at least 1, or 0 for none, got {rows}", exit_code=2
+                tr("bigram_rows must be at least 1, or 0 for none, got {rows}", rows=rows),
+                exit_code=2,
             )
         super().__init__(rows, channels)
 

@@ -71,7 +71,13 @@ class Meter:
     ) -> "Meter":
         """Return a new meter, or the one saved in `state`, and log what MFU is measured against."""
         peak, source = device.peak_flops(compute)
-        log(f"mfu is measured against {peak / 1e12:.3g} TFLOP/s a rank ({source})")
+        log(
+            tr(
+                "mfu is measured against {peak:.3g} TFLOP/s a rank ({source})",
+                peak=peak / 1e12,
+                source=source,
+            )
+        )
         return Meter(
             steps,
             tokens_per_step,
@@ -117,8 +123,13 @@ class Meter:
         self.skipped += 1
         self.bad_in_a_row += 1
         warn(
-            f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}: "
-            f"{outcome.reason}, update skipped"
+            tr(
+                "step {step}: loss {loss}, gradient norm {grad_norm}: {reason}, update skipped",
+                step=step,
+                loss=outcome.loss,
+                grad_norm=outcome.grad_norm,
+                reason=outcome.reason,
+            )
         )
         if self.bad_in_a_row >= BAD_STEPS:
             raise UserError(

@@ -600,8 +600,18 @@ class Run:
             settings = folder.settings.values
             where = self._where()
             report.training_section(folder.stage, folder.tag, folder.path, settings, where)
-        note = "" if is_complete else f" (stopped at step {self.step}; {self._how_to_resume()})"
-        log(f"checkpoints: {folder.path}{note}")
+        if is_complete:
+            log(tr("checkpoints: {folder}", folder=folder.path))
+        else:
+            how = self._how_to_resume()
+            log(
+                tr(
+                    "checkpoints: {folder} (stopped at step {step}; {how})",
+                    folder=folder.path,
+                    step=self.step,
+                    how=how,
+                )
+            )
         if is_complete and not self._cut:
             next_commands.show(folder.stage, folder.tag)
 
@@ -610,8 +620,10 @@ class Run:
         if self.flags.resume != "auto":  # the same command would start from the named step again
             left_out.append(f"--resume={self.flags.resume}")
         if not left_out:
-            return "type the same command to resume"
-        return f"leave {' and '.join(left_out)} out to resume"
+            return tr("type the same command to resume")
+        if len(left_out) == 1:
+            return tr("leave {flag} out to resume", flag=left_out[0])
+        return tr("leave {first} and {second} out to resume", first=left_out[0], second=left_out[1])
 
 
 def launch(

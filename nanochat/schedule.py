@@ -76,7 +76,10 @@ def batch_tokens(tokens: float, reference_tokens: float) -> int:
     """
     if tokens <= 0:
         raise UserError(
-            f"target_param_data_ratio must be above 0, got a horizon of {tokens:g} tokens",
+            tr(
+                "target_param_data_ratio must be above 0, got a horizon of {tokens:g} tokens",
+                tokens=tokens,
+            ),
             exit_code=2,
         )
     fitting = REFERENCE_BATCH * (tokens / reference_tokens) ** 0.383

@@ -22,6 +22,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat import device
+from nanochat.common import tr
 from nanochat.device import Compute, is_sharded, local
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import place_of
@@ -29,7 +30,6 @@ from nanochat.train.fit import memory
 
 WINDOW = 128  # steps whose gradient norms a new norm is compared with
 SIGMAS = 6.0
-SPIKE = "more than six sigma above the last 128"
 GROWTH_STEPS = 2000  # good steps after which the loss scale doubles
 
 
@@ -298,12 +298,18 @@ class Update:
         figures = dict(zip(self._figures, means, strict=True))
         if totals.finite:
             spike = spikes is not None and spikes.is_spike(grad_norm)
-            return Outcome(loss, grad_norm, spike, SPIKE if spike else "not finite", figures)
-        reason = "not finite"
-        if scale.growing:  # a scale that is too large explains it; the next step tries half of it
             reason = (
-                f"fp16 overflowed at a loss scale of {scale.value:g}, "
-                f"which is now {scale.value / 2:g}"
+                tr("more than six sigma above the last {window}", window=WINDOW)
+                if spike
+                else tr("not finite")
+            )
+            return Outcome(loss, grad_norm, spike, reason, figures)
+        reason = tr("not finite")
+        if scale.growing:  # a scale that is too large explains it; the next step tries half of it
+            reason = tr(
+                "fp16 overflowed at a loss scale of {scale:g}, which is now {half:g}",
+                scale=scale.value,
+                half=scale.value / 2,
             )
         return Outcome(loss, grad_norm, True, reason, figures)
 

@@ -215,32 +215,67 @@ class Tokenizer:
                 ),
                 2,
             )
-        remedy = f"Delete the file and train the tokenizer again: {train_command}"
+        remedy = tr(
+            "Delete the file and train the tokenizer again: {train_command}",
+            train_command=train_command,
+        )
         try:
             content = read_json(path)
         except UserError as failure:
-            raise UserError(f"{path} is damaged: {failure.__cause__}. {remedy}") from failure
+            raise UserError(
+                tr(
+                    "{path} is damaged: {cause}. {remedy}",
+                    path=path,
+                    cause=failure.__cause__,
+                    remedy=remedy,
+                )
+            ) from failure
         try:
             expected_hash = content.pop("sha256")
             if content["format"] != FORMAT or content["version"] != VERSION:
                 raise UserError(
-                    f"{path} has format {content['format']} {content['version']}, but this program "
-                    f"reads {FORMAT} {VERSION}. {remedy}"
+                    tr(
+                        "{path} has format {saved_format} {saved_version}, but this program reads "
+                        "{format} {version}. {remedy}",
+                        path=path,
+                        saved_format=content["format"],
+                        saved_version=content["version"],
+                        format=FORMAT,
+                        version=VERSION,
+                        remedy=remedy,
+                    )
                 )
             if _digest(content) != expected_hash:
                 raise UserError(
-                    f"{path} is damaged: its content does not have the SHA-256 {expected_hash}. "
-                    f"{remedy}"
+                    tr(
+                        "{path} is damaged: its content does not have the SHA-256 "
+                        "{expected_hash}. {remedy}",
+                        path=path,
+                        expected_hash=expected_hash,
+                        remedy=remedy,
+                    )
                 )
             ranks = [base64.b64decode(token, validate=True) for token in content["ranks"]]
             if sum(len(token) ** 2 for token in ranks) > MOST_MERGING:
                 longest = max(map(len, ranks))
-                raise ValueError(f"its tokens are too long, the longest has {longest:,} bytes")
+                raise ValueError(
+                    tr(
+                        "its tokens are too long, the longest has {longest:,} bytes",
+                        longest=longest,
+                    )
+                )
             return cls(ranks, content["pattern"], content["regex"], content["specials"])
         except UserError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as failure:
-            raise UserError(f"{path} is damaged: {failure!r}. {remedy}") from failure
+            raise UserError(
+                tr(
+                    "{path} is damaged: {failure!r}. {remedy}",
+                    path=path,
+                    failure=failure,
+                    remedy=remedy,
+                )
+            ) from failure
 
     def export(self, folder: Path) -> list[Path]:
         """Write the vocabulary in the formats of other libraries, and return the paths.
@@ -397,7 +432,10 @@ class Tokenizer:
         """
         if not any(message.role == "user" for message in conversation.messages):
             raise UserError(
-                "a prompt needs a user turn, got a conversation without one; add what the user says"
+                tr(
+                    "a prompt needs a user turn, got a conversation without one; add what "
+                    "the user says"
+                )
             )
         return [*self.render(conversation.prompt).ids, self.special("assistant_start")]
 
@@ -434,8 +472,12 @@ def _checked(texts: Iterable[str]) -> Iterator[str]:
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise UserError(
-                f"training texts must be strings, but document {number} is {type(text).__name__}. "
-                "Convert or remove it."
+                tr(
+                    "training texts must be strings, but document {number} is {kind}. "
+                    "Convert or remove it.",
+                    number=number,
+                    kind=type(text).__name__,
+                )
             )
         _check_unicode(text, f"document {number}")
         yield from _pieces(text)
@@ -449,9 +491,14 @@ def _check_unicode(text: str, name: str) -> None:
         text.encode()
     except UnicodeEncodeError as failure:
         raise UserError(
-            f"training text must be valid Unicode, but {name} has half of a surrogate pair "
-            f"(U+{ord(text[failure.start]):04X}) at character {failure.start}. Remove that "
-            "character and try again."
+            tr(
+                "training text must be valid Unicode, but {name} has half of a surrogate "
+                "pair (U+{code:04X}) at character {start}. Remove that character and try "
+                "again.",
+                name=name,
+                code=ord(text[failure.start]),
+                start=failure.start,
+            )
         ) from None
 
 
@@ -464,24 +511,31 @@ def _alternating_turns(conversation: Conversation) -> tuple[Message, ...]:
     messages = conversation.messages
     if conversation.needs_template:
         raise UserError(
-            "this model's chat format has no functions and no reasoning, only the calculator; "
-            "leave such conversations out, or fine-tune a published model"
+            tr(
+                "this model's chat format has no functions and no reasoning, only the "
+                "calculator; leave such conversations out, or fine-tune a published model"
+            )
         )
     if not messages:
-        raise UserError("a conversation needs at least one turn, got none; add a user turn")
+        raise UserError(tr("a conversation needs at least one turn, got none; add a user turn"))
     if messages[0].role == "system":
         if len(messages) < 2 or messages[1].role != "user":
             raise UserError(
-                "a system turn must be followed by a user turn, got "
-                f"{_roles(messages)}; reorder the turns"
+                tr(
+                    "a system turn must be followed by a user turn, got {roles}; reorder the turns",
+                    roles=_roles(messages),
+                )
             )
         merged = user(f"{messages[0].text}\n\n{messages[1].text}")
         messages = (merged, *messages[2:])
     for i, message in enumerate(messages):
         if message.role != ("user", "assistant")[i % 2]:
             raise UserError(
-                "after an optional system turn, user and assistant alternate, got "
-                f"{_roles(messages)}; reorder them"
+                tr(
+                    "after an optional system turn, user and assistant alternate, got "
+                    "{roles}; reorder them",
+                    roles=_roles(messages),
+                )
             )
     return messages
 

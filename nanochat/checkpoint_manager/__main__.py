@@ -10,7 +10,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from nanochat.checkpoint_manager import upstream
-from nanochat.common import log, run
+from nanochat.common import log, run, tr
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def main(cfg: Config) -> None:
     source = upstream.read_step(cfg.folder.expanduser(), cfg.step, cfg.tokenizer)
     folder = upstream.convert(source, cfg.corpus)
     next_command = f"python -m scripts.chat_cli -i {source.stage} -g {source.tag}"
-    log(f"converted: {folder}. Next: {next_command}")
+    log(tr("converted: {folder}. Next: {command}", folder=folder, command=next_command))
 
 
 if __name__ == "__main__":

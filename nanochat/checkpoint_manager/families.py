@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.nn as nn
 
-from nanochat.common import UserError, appendix
+from nanochat.common import UserError, appendix, tr
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.platforms.layers import accelerate
@@ -111,16 +111,21 @@ def checked_shape(kind: type[Shape], shape: Mapping[str, Any], where: str) -> Sh
     settings = _renamed_settings(shape)
     names = {field.name for field in fields(cast(Any, kind))}
     wrong = [
-        f"{name} is {reprlib.repr(value)}"
+        tr("{name} is {value}", name=name, value=reprlib.repr(value))
         for name, value in settings.items()
         if name not in names or not _fits(name, value)
     ]
     if wrong:
         limits = [f"{name} {limit:,}" for name, limit in LARGEST.items() if name in names]
         raise UserError(
-            f"{where} describes no model that this version can build: {', '.join(wrong[:3])}, and "
-            f"the limits are {', '.join(limits)}. Copy the checkpoint again, or update nanochat to "
-            "the version that wrote it"
+            tr(
+                "{where} describes no model that this version can build: {wrong}, and the "
+                "limits are {limits}. Copy the checkpoint again, or update nanochat to the "
+                "version that wrote it",
+                where=where,
+                wrong=", ".join(wrong[:3]),
+                limits=", ".join(limits),
+            )
         )
     return kind(**settings)
 
@@ -138,8 +143,12 @@ def build(
     name = meta.get("family", "gpt")
     if name not in families():
         raise UserError(
-            f"the checkpoint holds a model of family {name!r}, and this version knows "
-            f"{', '.join(families())}. Update nanochat to the version that wrote the checkpoint."
+            tr(
+                "the checkpoint holds a model of family {name!r}, and this version knows "
+                "{known}. Update nanochat to the version that wrote the checkpoint.",
+                name=name,
+                known=", ".join(families()),
+            )
         )
     family = families()[name]
     shape = checked_shape(family.config, meta["model"], where)

@@ -246,12 +246,14 @@ def verify(folder: Path, training: bool = True) -> str:
         AttributeError,
         RecursionError,
     ) as failure:  # not our format
-        return f"meta.json cannot be read ({failure.__cause__ or failure!r})"
+        return tr("meta.json cannot be read ({cause})", cause=failure.__cause__ or repr(failure))
     if not is_intact:
-        return "meta.json has a wrong SHA-256"
+        return tr("meta.json has a wrong SHA-256")
     outside = [name for name in seals if Path(name).name != name]
     if outside:
-        return f"meta.json names a file outside its folder ({reprlib.repr(outside[0])})"
+        return tr(
+            "meta.json names a file outside its folder ({file})", file=reprlib.repr(outside[0])
+        )
     if not training:
         seals = {
             name: expected for name, expected in seals.items() if not name.startswith("optim-")
@@ -267,12 +269,17 @@ def _size_problem(folder: Path, seals: Mapping[str, _Seal]) -> str:
     for name, expected in seals.items():
         path = folder / name
         if not path.exists():
-            return f"{name} is missing"
+            return tr("{name} is missing", name=name)
         if not path.is_file():
-            return f"{name} is not a regular file"
+            return tr("{name} is not a regular file", name=name)
         size = path.stat().st_size
         if size != expected.size:
-            return f"{name} has {size:,} bytes, not {expected.size:,}"
+            return tr(
+                "{name} has {size:,} bytes, not {expected:,}",
+                name=name,
+                size=size,
+                expected=expected.size,
+            )
     return ""
 
 
@@ -283,10 +290,11 @@ def _hash_problem(folder: Path, seals: Mapping[str, _Seal]) -> str:
         with ThreadPoolExecutor(HASH_THREADS) as pool:
             digests = list(pool.map(sha256_of, paths))
     except OSError as failure:
-        return f"{failure.filename or 'a file'} cannot be read ({failure.strerror})"
+        file = failure.filename or tr("a file")
+        return tr("{file} cannot be read ({strerror})", file=file, strerror=failure.strerror)
     for name, digest in zip(seals, digests, strict=True):
         if digest != seals[name].sha256:
-            return f"{name} has a wrong SHA-256"
+            return tr("{name} has a wrong SHA-256", name=name)
     return ""
 
 
@@ -302,7 +310,9 @@ def _index_problem(folder: Path, verified_files: Container[str]) -> str:
     indexed_files = {piece.file for pieces in places.values() for piece in pieces}
     unknown = sorted(file for file in indexed_files if file not in verified_files)
     if unknown:
-        return f"{INDEX} names {unknown[0]}, which meta.json does not know"
+        return tr(
+            "{index} names {file}, which meta.json does not know", index=INDEX, file=unknown[0]
+        )
     return ""
 
 
@@ -321,7 +331,7 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
     except ValueError as damage:
         raise _damaged(where, str(damage.__cause__)) from damage
     if not isinstance(meta, dict):
-        raise _damaged(where, "it is not an object")
+        raise _damaged(where, tr("it is not an object"))
     if meta.get("format") != FORMAT:
         raise UserError(
             tr(
@@ -374,7 +384,11 @@ def _type_problem(meta: dict[str, Any], step: int) -> str:
         return problem
     corpus = meta["config"].get("corpus", "")
     if meta["step"] != step or not isinstance(corpus, str):
-        return f"it describes step {meta['step']} of corpus {reprlib.repr(corpus)}"
+        return tr(
+            "it describes step {step} of corpus {corpus}",
+            step=meta["step"],
+            corpus=reprlib.repr(corpus),
+        )
     return (
         _wrong_kind(meta, OPTIONAL)
         or _wrong_kind(meta["state"], STATE)
@@ -392,7 +406,12 @@ def _wrong_kind(
             continue
         value = table.get(name)
         if type(value) is not kind:
-            return f"its {name!r} is {reprlib.repr(value)}, expected {kind.__name__}"
+            return tr(
+                "its {name!r} is {value}, expected {kind}",
+                name=name,
+                value=reprlib.repr(value),
+                kind=kind.__name__,
+            )
     return ""
 
 
@@ -402,7 +421,11 @@ def _wrong_numbers(state: Mapping[str, Any]) -> str:
         values = content.values() if isinstance(content, dict) else content
         for value in values:
             if type(value) not in (int, float):
-                return f"its {name!r} holds {reprlib.repr(value)}, expected a number"
+                return tr(
+                    "its {name!r} holds {value}, expected a number",
+                    name=name,
+                    value=reprlib.repr(value),
+                )
     return ""
 
 
@@ -413,5 +436,9 @@ def _wrong_files(files: Mapping[str, Any]) -> str:
             has_size = type(record.get("bytes")) is int
             is_complete = has_size and type(record.get("sha256")) is str
         if not is_complete:
-            return f"its file {reprlib.repr(name)} is described by {reprlib.repr(record)}"
+            return tr(
+                "its file {name} is described by {record}",
+                name=reprlib.repr(name),
+                record=reprlib.repr(record),
+            )
     return ""

@@ -161,14 +161,16 @@ def load_named(
     """
     if model is None and adapter is not None:
         raise UserError(
-            "--adapter belongs to a published model: name its folder with --model", exit_code=2
+            tr("--adapter belongs to a published model: name its folder with --model"), exit_code=2
         )
     if model is None:
         return load_model(stage, tag, step, compute, dtype)
     if stage is not None or tag is not None or step is not None:
         raise UserError(
-            "--model names a published model, and --source, --model_tag and --step one that was "
-            "trained here: give either",
+            tr(
+                "--model names a published model, and --source, --model_tag and --step one "
+                "that was trained here: give either"
+            ),
             exit_code=2,
         )
     return load_published(model, adapter, compute, dtype)

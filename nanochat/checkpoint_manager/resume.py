@@ -218,7 +218,7 @@ def _start_step(folder: Path, start: int | str, compute: Compute) -> int:
         return 0
     complete_steps = steps(folder)
     if start not in complete_steps:
-        listed = ", ".join(map(str, complete_steps)) or "none"
+        listed = ", ".join(map(str, complete_steps)) or tr("none")
         raise UserError(
             tr(
                 "--resume={start}: {folder} has steps {steps}; name one of them",

@@ -21,17 +21,8 @@ RENAMED = {
     "resume_from_step": "resume",
     "save_steps": "save_every",
 }
-# Removed flag -> what to use instead
-REMOVED = {
-    "aspect_ratio": "--model_dim=N sets the number of channels",
-    "core_metric_every": "`python -m scripts.base_eval` measures CORE after training",
-    "core_metric_max_per_task": "`python -m scripts.base_eval --max_per_task=N` limits it",
-    "gradient_checkpointing": "--checkpoint_activations of scripts.finetune does it",
-    "sample_every": "replies are kept at each validation; --samples=N sets how many",
-}
 # Removed switch -> the flag and its value that replace it
 REPLACED = {"fp8": ("matmul", "fp8")}
-OLD_FLAGS = OldFlags(RENAMED, REMOVED, REPLACED)
 # What runs did before a flag or a fact existed, if it is not what they do by default today
 BEFORE_FLAGS = {
     "bigram_rows": 0,
@@ -43,6 +34,20 @@ BEFORE_FLAGS = {
 MATMUL = "matmul"
 # Names in made_with(): hashes of the files that the program has loaded, and of all other files.
 CODE = ("code", "other_code")
+
+
+def removed_flags() -> dict[str, str]:
+    """Return a dict from each removed flag to what to use instead."""
+    return {
+        "aspect_ratio": tr("--model_dim=N sets the number of channels"),
+        "core_metric_every": tr("`python -m scripts.base_eval` measures CORE after training"),
+        "core_metric_max_per_task": tr("`python -m scripts.base_eval --max_per_task=N` limits it"),
+        "gradient_checkpointing": tr("--checkpoint_activations of scripts.finetune does it"),
+        "sample_every": tr("replies are kept at each validation; --samples=N sets how many"),
+    }
+
+
+OLD_FLAGS = OldFlags(RENAMED, removed_flags, REPLACED)
 
 
 def free_flags(config: type[Any]) -> frozenset[str]:
@@ -80,8 +85,9 @@ class RunSettings:
 
         Free and removed flags are ignored, and old names of flags are translated.
         """
+        removed = removed_flags()
         renamed = {
-            RENAMED.get(name, name): value for name, value in saved.items() if name not in REMOVED
+            RENAMED.get(name, name): value for name, value in saved.items() if name not in removed
         }
         for switch, (flag, setting) in REPLACED.items():
             if renamed.pop(switch, False):
@@ -93,7 +99,14 @@ class RunSettings:
             value_now = self.values.get(name, default)
             if value_before != value_now:
                 label = f"--{name}" if name in self.defaults else name
-                changes.append(f"{label}: {value_before} before, {value_now} now")
+                changes.append(
+                    tr(
+                        "{label}: {value_before} before, {value_now} now",
+                        label=label,
+                        value_before=value_before,
+                        value_now=value_now,
+                    )
+                )
         return changes
 
 
@@ -246,10 +259,17 @@ def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: C
         )
     differences = []
     if changed_files:
-        differences.append(f"{len(changed_files)} changed files")
+        differences.append(tr("{count} changed files", count=len(changed_files)))
     for name, value in program_now.items():
         if name not in CODE and program_before.get(name, value) != value:
-            differences.append(f"{name} {program_before[name]} before, {value} now")
+            differences.append(
+                tr(
+                    "{name} {before} before, {now} now",
+                    name=name,
+                    before=program_before[name],
+                    now=value,
+                )
+            )
     if differences:
         warn(
             tr(
@@ -278,8 +298,10 @@ def _changed_files(program_before: Mapping[str, Any], program_now: Mapping[str, 
     hashes_now = {**program_now.get("other_code", {}), **program_now["code"]}
     changes = []
     for name in sorted({*program_before["code"], *program_now["code"]}):
-        hash_before = hashes_before.get(name, "missing")
-        hash_now = hashes_now.get(name, "missing")
+        hash_before = hashes_before.get(name, tr("missing"))
+        hash_now = hashes_now.get(name, tr("missing"))
         if hash_before != hash_now:
-            changes.append(f"{name} {hash_before} before, {hash_now} now")
+            changes.append(
+                tr("{name} {before} before, {now} now", name=name, before=hash_before, now=hash_now)
+            )
     return changes

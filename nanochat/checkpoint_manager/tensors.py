@@ -49,8 +49,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise UserError(
-                f"{path}: {name} holds {tensor.dtype}, and parameters must be floating-point "
-                "numbers: copy the file again"
+                tr(
+                    "{path}: {name} holds {dtype}, and parameters must be floating-point "
+                    "numbers: copy the file again",
+                    path=path,
+                    name=name,
+                    dtype=tensor.dtype,
+                )
             )
     return tensors
 

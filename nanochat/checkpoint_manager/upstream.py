@@ -86,8 +86,11 @@ def _existing_step(folder: Path, step: int | None) -> int:
     steps = sorted(int(name) for name in names if name.isdecimal())
     if not steps:
         raise UserError(
-            f"{folder} has no model_NNNNNN.pt: name a folder such as base_checkpoints/d20 of "
-            "karpathy/nanochat",
+            tr(
+                "{folder} has no model_NNNNNN.pt: name a folder such as "
+                "base_checkpoints/d20 of karpathy/nanochat",
+                folder=folder,
+            ),
             2,
         )
     if step is None:
@@ -114,8 +117,13 @@ def _stage_of(folder: Path) -> str:
     parent = folder.parent.name
     if parent not in stages:
         raise UserError(
-            f"the folder above {folder.name} must be named {', '.join(stages)}, because its name "
-            f"tells the stage, got {parent}: move {folder.name} into a folder of that name",
+            tr(
+                "the folder above {name} must be named {stages}, because its name tells "
+                "the stage, got {parent}: move {name} into a folder of that name",
+                name=folder.name,
+                stages=", ".join(stages),
+                parent=parent,
+            ),
             exit_code=2,
         )
     return stages[parent]
@@ -130,8 +138,11 @@ def _read_shape(path: Path) -> dict[str, Any]:
     shape = meta.get("model_config") if isinstance(meta, dict) else None
     if not isinstance(shape, dict):
         raise UserError(
-            f"{path} is missing or has no model_config: copy the file again, since it describes "
-            "the model",
+            tr(
+                "{path} is missing or has no model_config: copy the file again, since it "
+                "describes the model",
+                path=path,
+            ),
             2,
         )
     return shape
@@ -147,10 +158,19 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     except Exception as failure:  # torch raises many kinds of errors for a damaged or foreign file
         reason = str(failure).splitlines()[0]
         raise UserError(
-            f"{path} cannot be read as plain tensors ({reason}): copy the file again"
+            tr(
+                "{path} cannot be read as plain tensors ({reason}): copy the file again",
+                path=path,
+                reason=reason,
+            )
         ) from failure
     if not isinstance(state, Mapping) or not all(map(_is_plain, state.values())):
-        raise UserError(f"{path} is not a table of tensors: name a checkpoint of karpathy/nanochat")
+        raise UserError(
+            tr(
+                "{path} is not a table of tensors: name a checkpoint of karpathy/nanochat",
+                path=path,
+            )
+        )
     tensors = {}
     for name, tensor in state.items():
         our_name = str(name).removeprefix("_orig_mod.").removeprefix("transformer.")
@@ -176,19 +196,31 @@ def _refuse_older(folder: Path, tensors: Mapping[str, Tensor], shape: Mapping[st
         return any(name.startswith(prefix) for name in tensors)
 
     dates = [date for prefix, date in SINCE.items() if has(prefix)]
-    age = f"of {dates[0]} or later" if dates else "of 2025"
+    age = tr("of {date} or later", date=dates[0]) if dates else tr("of 2025")
     for prefix, since in SINCE.items():
         if not has(prefix):
             raise UserError(
-                f"{folder} is {age}: it has no {prefix.rstrip('.')}, which karpathy/nanochat has "
-                f"had since {since}, so its model computes something else. Only checkpoints of "
-                "that day or later can be converted: train the model again."
+                tr(
+                    "{folder} is {age}: it has no {parameter}, which karpathy/nanochat has "
+                    "had since {since}, so its model computes something else. Only "
+                    "checkpoints of that day or later can be converted: train the model "
+                    "again.",
+                    folder=folder,
+                    age=age,
+                    parameter=prefix.rstrip("."),
+                    since=since,
+                )
             )
     missing = [field for field in FIELDS if field not in shape]
     if missing:
         raise UserError(
-            f"{folder}: the meta file names no {', '.join(missing)} of the model, which the "
-            "conversion needs: copy the meta file again, or add the values under model_config"
+            tr(
+                "{folder}: the meta file names no {missing} of the model, which the "
+                "conversion needs: copy the meta file again, or add the values under "
+                "model_config",
+                folder=folder,
+                missing=", ".join(missing),
+            )
         )
 
 
@@ -205,7 +237,7 @@ def convert(source: Upstream, corpus: str) -> Path:
     folder = checkpoint_dir(source.stage, source.tag)
     final = step_dir(folder, source.step)
     if final.exists():
-        raise UserError(f"{final} exists already: delete it to convert again")
+        raise UserError(tr("{final} exists already: delete it to convert again", final=final))
     shape = _checked_model(source)
     temporary = folder / f".tmp-step_{source.step:06d}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -239,15 +271,19 @@ def _checked_model(source: Upstream) -> GPTConfig:
     Raises UserError if it is invalid or does not fit the tensors or the tokenizer.
     """
     values = {field: source.shape[field] for field in FIELDS}
-    where = f"the meta file of {source.tag}, step {source.step:,},"
+    where = tr("the meta file of {tag}, step {step:,},", tag=source.tag, step=source.step)
     shape = checked_shape(GPTConfig, values, where)
     with torch.device("meta"):
         model = GPT(shape)
     parallel.check_shapes(model, source.tensors)
     if source.tokenizer.vocab_size != shape.vocab_size:
         raise UserError(
-            f"the tokenizer has {source.tokenizer.vocab_size:,} tokens, the model "
-            f"{shape.vocab_size:,}: name the folder of the right tokenizer with --tokenizer"
+            tr(
+                "the tokenizer has {tokens:,} tokens, the model {rows:,}: name the folder of the "
+                "right tokenizer with --tokenizer",
+                tokens=source.tokenizer.vocab_size,
+                rows=shape.vocab_size,
+            )
         )
     return shape
 
@@ -262,7 +298,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """
     if not path.exists():
         raise UserError(
-            f"there is no tokenizer at {path}: name its folder with --tokenizer", exit_code=2
+            tr("there is no tokenizer at {path}: name its folder with --tokenizer", path=path),
+            exit_code=2,
         )
     try:
         check_regular(path)
@@ -271,8 +308,12 @@ def read_tokenizer(path: Path) -> Tokenizer:
         regex = state["pat_str"]
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, StopIteration) as failure:
         raise UserError(
-            f"{path} is not a tokenizer of karpathy/nanochat's HEAD: {failure}. Name the folder of "
-            "one with --tokenizer"
+            tr(
+                "{path} is not a tokenizer of karpathy/nanochat's HEAD: {failure}. Name "
+                "the folder of one with --tokenizer",
+                path=path,
+                failure=failure,
+            )
         ) from failure
     pattern_names = {pattern: name for name, pattern in PATTERNS.items()}
     return Tokenizer(tokens, pattern_names.get(regex, "upstream"), regex)
@@ -289,7 +330,7 @@ def _tokens_in_order(state: dict[str, Any]) -> list[bytes]:
     specials = {f"<|{role}|>": len(tokens) + i for i, role in enumerate(ROLES)}
     if numbers != list(range(len(tokens))) or state["special_tokens"] != specials:
         raise ValueError(
-            "its token numbers differ from the numbers in karpathy/nanochat's tokenizers"
+            tr("its token numbers differ from the numbers in karpathy/nanochat's tokenizers")
         )
     return tokens
 
@@ -355,8 +396,8 @@ def plain(data: bytes) -> Any:
             state = stack.pop()
             stack[-1].update(state)
         else:
-            raise ValueError(f"the pickle does more than hold data ({name})")
-    raise ValueError("the pickle has no end")
+            raise ValueError(tr("the pickle does more than hold data ({name})", name=name))
+    raise ValueError(tr("the pickle has no end"))
 
 
 def _pop_to_mark(stack: list[Any]) -> list[Any]:

@@ -201,7 +201,10 @@ def merges(ranks: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
         parts = _apply_merges_before(rank, token, rank_of)
         if len(parts) != 2 or not all(half in rank_of for half in parts):
             raise ValueError(
-                f"token {rank} is not made of two earlier tokens: the vocabulary is damaged"
+                tr(
+                    "token {rank} is not made of two earlier tokens: the vocabulary is damaged",
+                    rank=rank,
+                )
             )
         pairs.append((parts[0], parts[1]))
     return pairs

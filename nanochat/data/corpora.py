@@ -164,10 +164,14 @@ def _warn_if_older(corpus: Corpus) -> None:
     tinyworld = appendix("nanochat.data.tinyworld.world")
     if tinyworld is not None and about.get("fingerprint") != tinyworld.VERSION:
         warn(
-            f"the documents of TinyWorld in {corpus.folder} are of another version than the "
-            "conversations of this program. A new model should learn from one version: make the "
-            f"documents again with `{MAKE_TINYWORLD}`, then train a tokenizer and a base model "
-            "under another --model_tag. Older models still chat."
+            tr(
+                "the documents of TinyWorld in {folder} are of another version than the "
+                "conversations of this program. A new model should learn from one version: "
+                "make the documents again with `{tinyworld}`, then train a tokenizer and a "
+                "base model under another --model_tag. Older models still chat.",
+                folder=corpus.folder,
+                tinyworld=MAKE_TINYWORLD,
+            )
         )
 
 
@@ -237,11 +241,16 @@ def dropped_documents(shard: Path) -> frozenset[int]:
         return frozenset()
     path = list_of_dropped(shard)
     if not path.exists() or sha256_of(path) != entry["sha256"]:
-        problem = "damaged" if path.exists() else "missing"
+        problem = tr("damaged") if path.exists() else tr("missing")
         make = read_about(shard.parent)[DROPPED]["make"]
         raise UserError(
-            f"{path}, the list of the documents that are left out, is {problem}. Make it again "
-            f"with: {make}"
+            tr(
+                "{path}, the list of the documents that are left out, is {problem}. Make "
+                "it again with: {make}",
+                path=path,
+                problem=problem,
+                make=make,
+            )
         )
     return frozenset(np.load(path).tolist())
 

@@ -31,13 +31,13 @@ def open_regular(path: Path, owned: bool) -> BinaryIO:
     except OSError as failure:
         if failure.errno not in LINK_OR_PIPE:
             raise
-        raise _planted(path, "is a link or a pipe, and must be an ordinary file") from failure
+        raise _planted(path, tr("is a link or a pipe, and must be an ordinary file")) from failure
     status = os.fstat(file.fileno())
     problem = ""
     if not stat.S_ISREG(status.st_mode):
-        problem = "is not an ordinary file"
+        problem = tr("is not an ordinary file")
     elif owned and status.st_uid not in (os.geteuid(), path.parent.stat().st_uid):
-        problem = f"belongs to user {status.st_uid}, and must belong to you"
+        problem = tr("belongs to user {user}, and must belong to you", user=status.st_uid)
     if problem:
         file.close()
         raise _planted(path, problem)

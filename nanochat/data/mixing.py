@@ -110,9 +110,13 @@ def _check_names(names: list[str], data: str) -> None:
     length = len(",".join(names).encode())
     if length > LONGEST:
         raise UserError(
-            "the names of a mixture's corpora name the folder of its tokenizer, so they may have "
-            f"{LONGEST} bytes together with a comma between them, got {length}; take fewer "
-            "corpora, or import them under shorter names",
+            tr(
+                "the names of a mixture's corpora name the folder of its tokenizer, so "
+                "they may have {longest} bytes together with a comma between them, got "
+                "{length}; take fewer corpora, or import them under shorter names",
+                longest=LONGEST,
+                length=length,
+            ),
             exit_code=2,
         )
 
@@ -153,8 +157,14 @@ def whole_shares(weights: list[Fraction], data: str) -> tuple[int, ...]:
     shares = [multiple // divisor for multiple in multiples]
     if sum(shares) > FINEST:
         raise UserError(
-            f"weights may be as fine as one in {FINEST:,}, got {data!r}, which means "
-            f"{shares[0]:,} in {sum(shares):,}; round the weights",
+            tr(
+                "weights may be as fine as one in {finest:,}, got {data!r}, which means "
+                "{share:,} in {total:,}; round the weights",
+                finest=FINEST,
+                data=data,
+                share=shares[0],
+                total=sum(shares),
+            ),
             exit_code=2,
         )
     return tuple(shares)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanochat.common import tr
+
 LARGE = 1 << 28  # bytes; a column that unpacks to more must not be packed better than any text
 PACKED = 1_000  # a ratio that no text reaches; zstd packs prose to about a third of its size
 
@@ -43,9 +45,14 @@ def check_packing(path: Path, columns: Iterable[str] = ()) -> None:
         is_dense = chunk.unpacked_bytes > max(1 << 20, PACKED * chunk.packed_bytes)
         if is_dense and repeated_bytes > LARGE:
             raise ValueError(
-                f"{chunk.packed_bytes:,} bytes of its column {chunk.name!r} unpack to "
-                f"{chunk.unpacked_bytes:,} and may be repeated to {repeated_bytes:,}, and no text "
-                "packs that well"
+                tr(
+                    "{packed:,} bytes of its column {column!r} unpack to {unpacked:,} "
+                    "and may be repeated to {repeated:,}, and no text packs that well",
+                    packed=chunk.packed_bytes,
+                    column=chunk.name,
+                    unpacked=chunk.unpacked_bytes,
+                    repeated=repeated_bytes,
+                )
             )
 
 
@@ -74,7 +81,7 @@ def _column_chunks(path: Path) -> Iterator[_ColumnChunk]:
                 name = b".".join(about[3]).decode("utf-8", "replace")
                 yield _ColumnChunk(name, set(about[2]), about[5], about[6], about[7])
     except (IndexError, KeyError, TypeError, AttributeError, RecursionError) as failure:
-        raise ValueError("its footer is damaged") from failure
+        raise ValueError(tr("its footer is damaged")) from failure
 
 
 def _read_footer(path: Path) -> bytes:
@@ -87,7 +94,7 @@ def _read_footer(path: Path) -> bytes:
         end = file.seek(-8, os.SEEK_END)
         size = int.from_bytes(file.read(4), "little")
         if size > end:
-            raise ValueError("its footer is longer than the file")
+            raise ValueError(tr("its footer is longer than the file"))
         file.seek(end - size)
         return file.read(size)
 
@@ -120,7 +127,7 @@ def _value(
         return _list(data, at)
     if kind == _STRUCT:
         return _struct(data, at)
-    raise ValueError(f"its footer has a value of the unknown type {kind}")
+    raise ValueError(tr("its footer has a value of the unknown type {kind}", kind=kind))
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:

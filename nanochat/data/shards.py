@@ -53,14 +53,16 @@ def read_about(folder: Path) -> dict[str, Any]:
     except ValueError as failure:
         raise _unreadable(path, str(failure.__cause__)) from failure
     if not isinstance(about, dict):
-        raise _unreadable(path, "it is not an object")
+        raise _unreadable(path, tr("it is not an object"))
     types = {"make": str, "kind": str, "source": str, "characters": dict, "shards": dict}
     for name, kind in types.items():
         if name in about and not isinstance(about[name], kind):
-            raise _unreadable(path, f"its {name!r} is {reprlib.repr(about[name])}")
+            raise _unreadable(
+                path, tr("its {name!r} is {value}", name=name, value=reprlib.repr(about[name]))
+            )
     for name, entry in about.get("shards", {}).items():
         if "/" in name or not isinstance(entry, dict):
-            raise _unreadable(path, "its shards are not described by name")
+            raise _unreadable(path, tr("its shards are not described by name"))
     return about
 
 
@@ -281,7 +283,13 @@ def read_column(
             else:
                 yield values.to_pylist()
         if rows != file.metadata.num_rows:  # no checksum covers the footer, which holds this count
-            raise ValueError(f"it has {rows:,} rows, expected {file.metadata.num_rows:,}")
+            raise ValueError(
+                tr(
+                    "it has {rows:,} rows, expected {expected:,}",
+                    rows=rows,
+                    expected=file.metadata.num_rows,
+                )
+            )
 
 
 def _unfold(values: pa.DictionaryArray) -> list[str | None]:
@@ -318,10 +326,18 @@ def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
     try:
         schema = pq.read_schema(path)
         if COLUMN not in schema.names:
-            raise ValueError(f"it has no column {COLUMN!r} but {', '.join(schema.names)}")
+            raise ValueError(
+                tr(
+                    "it has no column {column!r} but {columns}",
+                    column=COLUMN,
+                    columns=", ".join(schema.names),
+                )
+            )
         kind = schema.field(COLUMN).type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise ValueError(f"its column {COLUMN!r} holds {kind}, not text")
+            raise ValueError(
+                tr("its column {column!r} holds {kind}, not text", column=COLUMN, kind=kind)
+            )
         for texts in read_column(path, COLUMN, size):
             yield [text for text in texts if text]
     except (pa.ArrowException, OSError, ValueError) as failure:
@@ -360,16 +376,18 @@ def check_sha256(path: Path) -> None:
     _check_size(path)
     expected = _recorded(path).get("sha256")
     if expected and sha256_of(path) != expected:
-        raise _damaged(path, f"its SHA-256 is not {expected}")
+        raise _damaged(path, tr("its SHA-256 is not {expected}", expected=expected))
 
 
 def _check_size(path: Path) -> None:
     expected = _recorded(path).get("bytes")
     if not path.exists():
-        raise _damaged(path, "it is missing")
+        raise _damaged(path, tr("it is missing"))
     size = path.stat().st_size
     if expected is not None and size != expected:
-        raise _damaged(path, f"it has {size:,} bytes, expected {expected:,}")
+        raise _damaged(
+            path, tr("it has {size:,} bytes, expected {expected:,}", size=size, expected=expected)
+        )
 
 
 def _recorded(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tyro.conf import Positional
 
 from nanochat import device
 from nanochat.checkpoint_manager.load import Loaded, load_named
-from nanochat.common import UserError, log, run
+from nanochat.common import UserError, log, run, tr
 from nanochat.export import from_gguf, huggingface, llama
 from nanochat.models.lora import merge
 
@@ -70,14 +70,20 @@ def _convert(cfg: Config, path: Path, target: Path) -> None:
     """
     if cfg.format != "huggingface" or (cfg.model, cfg.adapter, cfg.source) != (None, None, None):
         raise UserError(
-            "--from-gguf turns a GGUF file into a folder, and takes no other flag than --dtype: "
-            "leave --format, --model, --adapter and --source out",
+            tr(
+                "--from-gguf turns a GGUF file into a folder, and takes no other flag than "
+                "--dtype: leave --format, --model, --adapter and --source out"
+            ),
             exit_code=2,
         )
     from_gguf.convert(path, target, cfg.dtype)
     log(
-        f"wrote the model of {path} to {target}: `python -m scripts.chat_cli --model {target}` "
-        "chats with it, and `python -m scripts.finetune` trains it"
+        tr(
+            "wrote the model of {path} to {target}: `python -m scripts.chat_cli --model "
+            "{target}` chats with it, and `python -m scripts.finetune` trains it",
+            path=path,
+            target=target,
+        )
     )
 
 
@@ -85,19 +91,33 @@ def main(cfg: Config) -> None:
     """Load a model, export it to a new target, and log how other programs can load it."""
     target = cfg.target.expanduser()
     if target.exists():
-        kind = "file" if cfg.format == "gguf" else "folder"
-        raise UserError(f"{target} exists already: name another {kind}", 2)
+        kind = tr("file") if cfg.format == "gguf" else tr("folder")
+        raise UserError(
+            tr("{target} exists already: name another {kind}", target=target, kind=kind), 2
+        )
     if cfg.from_gguf is not None:
         _convert(cfg, cfg.from_gguf.expanduser(), target)
         return
     loaded = load(cfg)
-    about = f"exported stage {loaded.stage}, tag {loaded.tag}, step {loaded.step:,} to {target}"
+    about = tr(
+        "exported stage {stage}, tag {tag}, step {step:,} to {target}",
+        stage=loaded.stage,
+        tag=loaded.tag,
+        step=loaded.step,
+        target=target,
+    )
     if cfg.format == "gguf":
         llama.export(loaded, target, cfg.dtype)
-        log(f"{about}: llama.cpp loads it with `llama-cli -m {target}`")
+        log(
+            tr(
+                "{about}: llama.cpp loads it with `llama-cli -m {target}`",
+                about=about,
+                target=target,
+            )
+        )
     else:
         huggingface.export(loaded, target, cfg.dtype)
-        log(f"{about}: its README.md says how to load it")
+        log(tr("{about}: its README.md says how to load it", about=about))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from nanochat.checkpoint_manager.families import checked_shape, families, family
 from nanochat.checkpoint_manager.files import new_folder
 from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.checkpoint_manager.tensors import TensorFile
-from nanochat.common import UserError, write_json
+from nanochat.common import UserError, tr, write_json
 from nanochat.device import DTYPES
 from nanochat.export import llama
-from nanochat.export.gguf_reader import COPY_AGAIN, GGUFFile
+from nanochat.export.gguf_reader import GGUFFile, copy_again
 from nanochat.export.gguf_tokenizer import published_tokenizer
 from nanochat.export.huggingface import converted
 from nanochat.models.llama import LlamaConfig, rotary_divisors
@@ -38,8 +38,13 @@ def _shape(source: GGUFFile) -> QwenConfig:
     name = source.get("general.architecture")
     if name not in ARCHITECTURES:
         raise UserError(
-            f"{source.path} holds a model of the architecture {name!r}, and the known ones are "
-            f"{', '.join(ARCHITECTURES)}. Use one of those",
+            tr(
+                "{path} holds a model of the architecture {name!r}, and the known ones are "
+                "{known}. Use one of those",
+                path=source.path,
+                name=name,
+                known=", ".join(ARCHITECTURES),
+            ),
             exit_code=2,
         )
 
@@ -49,8 +54,12 @@ def _shape(source: GGUFFile) -> QwenConfig:
     scaling = value("rope.scaling.type", "none")
     if scaling != "none":
         raise UserError(
-            f"the model in {source.path} stretches positions by the rule {scaling!r}, which is not "
-            "supported. Use another model",
+            tr(
+                "the model in {path} stretches positions by the rule {scaling!r}, which is "
+                "not supported. Use another model",
+                path=source.path,
+                scaling=scaling,
+            ),
             exit_code=2,
         )
     width = value("embedding_length")
@@ -93,8 +102,11 @@ def _check_divisors(source: GGUFFile, shape: QwenConfig) -> None:
     divisors = source.tensor(llama.ROPE_DIVISORS)
     if expected is None or not torch.allclose(divisors, expected, rtol=1e-4):
         raise UserError(
-            f"{source.path} divides rotary frequencies in another way than Llama 3, which is not "
-            "supported. Use another model",
+            tr(
+                "{path} divides rotary frequencies in another way than Llama 3, which is "
+                "not supported. Use another model",
+                path=source.path,
+            ),
             exit_code=2,
         )
 
@@ -115,11 +127,18 @@ def _tensor_names(source: GGUFFile, shape: QwenConfig) -> dict[str, str]:
     shapes.pop(llama.ROPE_DIVISORS, None)
     for name in sorted({*expected_shapes, *shapes}):
         if expected_shapes.get(name) != shapes.get(name):
-            in_file = shapes.get(name, "missing")
-            in_model = expected_shapes.get(name, "nowhere")
+            in_file = shapes.get(name, tr("missing"))
+            in_model = expected_shapes.get(name, tr("nowhere"))
             raise UserError(
-                f"the tensors in {source.path} do not fit its metadata: {name} is {in_file} in the "
-                f"file and {in_model} in the model. {COPY_AGAIN}",
+                tr(
+                    "the tensors in {path} do not fit its metadata: {name} is {in_file} in "
+                    "the file and {in_model} in the model. {copy}",
+                    path=source.path,
+                    name=name,
+                    in_file=in_file,
+                    in_model=in_model,
+                    copy=copy_again(),
+                ),
                 exit_code=2,
             )
     return names

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanochat.common import UserError, atomic_path
+from nanochat.common import UserError, atomic_path, tr
 
 VERSION = 3
 ALIGNMENT = 32  # bytes; every tensor starts at a multiple of it
@@ -105,7 +105,9 @@ def write(
     Raises UserError (exit code 2) if the file already exists.
     """
     if path.exists():
-        raise UserError(f"{path} exists already: name another file, or delete it", exit_code=2)
+        raise UserError(
+            tr("{path} exists already: name another file, or delete it", path=path), exit_code=2
+        )
     with atomic_path(path) as temporary, open(temporary, "wb") as file:
         file.write(_header(metadata, tensors))
         for planned in tensors:

@@ -8,9 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 
-COPY_AGAIN = "Copy the file again from its source"
+
+def copy_again() -> str:
+    """Return the advice for damaged files, in the user's language."""
+    return tr("Copy the file again from its source")
 
 
 class GGUFFile:
@@ -26,20 +29,25 @@ class GGUFFile:
         part of a model, or if the package `gguf` is missing.
         """
         if not path.is_file():
-            raise UserError(f"{path} is no file: name a GGUF file", exit_code=2)
+            raise UserError(tr("{path} is no file: name a GGUF file", path=path), exit_code=2)
         with open(path, "rb") as file:
             begins_right = file.read(4) == b"GGUF"
         if not begins_right:
             raise UserError(
-                f"{path} is no GGUF file, because it does not begin with the letters GGUF. Name a "
-                "file that llama.cpp can read",
+                tr(
+                    "{path} is no GGUF file, because it does not begin with the letters "
+                    "GGUF. Name a file that llama.cpp can read",
+                    path=path,
+                ),
                 exit_code=2,
             )
         try:
             self._gguf = importlib.import_module("gguf")
         except ModuleNotFoundError as missing:
             raise UserError(
-                "reading a GGUF file needs the package gguf. Install it with `pip install gguf`",
+                tr(
+                    "reading a GGUF file needs the package gguf. Install it with `pip install gguf`"
+                ),
                 exit_code=2,
             ) from missing
         self.path = path
@@ -47,7 +55,15 @@ class GGUFFile:
             reader = self._gguf.GGUFReader(path)
             self.metadata = {name: field.contents() for name, field in reader.fields.items()}
         except (ValueError, IndexError, KeyError, OverflowError) as failure:
-            raise UserError(f"{path} is damaged ({failure}). {COPY_AGAIN}", 2) from failure
+            raise UserError(
+                tr(
+                    "{path} is damaged ({failure}). {copy}",
+                    path=path,
+                    failure=failure,
+                    copy=copy_again(),
+                ),
+                2,
+            ) from failure
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.shapes = {
             name: tuple(int(size) for size in reversed(tensor.shape))
@@ -56,8 +72,12 @@ class GGUFFile:
         parts = self.get("split.count", 1)
         if parts > 1:
             raise UserError(
-                f"{path} is one of the {parts} files of a model. Join the files with "
-                "`llama-gguf-split --merge FIRST-FILE JOINED-FILE`, which llama.cpp has",
+                tr(
+                    "{path} is one of the {parts} files of a model. Join the files with "
+                    "`llama-gguf-split --merge FIRST-FILE JOINED-FILE`, which llama.cpp has",
+                    path=path,
+                    parts=parts,
+                ),
                 exit_code=2,
             )
 
@@ -68,7 +88,15 @@ class GGUFFile:
         """
         value = self.metadata.get(name, default)
         if value is None:
-            raise UserError(f"{self.path} has no {name} in its metadata. {COPY_AGAIN}", 2)
+            raise UserError(
+                tr(
+                    "{path} has no {name} in its metadata. {copy}",
+                    path=self.path,
+                    name=name,
+                    copy=copy_again(),
+                ),
+                2,
+            )
         return value
 
     def tensor(self, name: str) -> Tensor:
@@ -81,8 +109,13 @@ class GGUFFile:
             values = self._gguf.quants.dequantize(stored.data, stored.tensor_type)
         except (NotImplementedError, KeyError, ValueError) as failure:
             raise UserError(
-                f"{name} in {self.path} is stored as {stored.tensor_type.name}, which the package "
-                "gguf cannot dequantise. Use another file of this model, such as the one in Q8_0",
+                tr(
+                    "{name} in {path} is stored as {format}, which the package gguf cannot "
+                    "dequantise. Use another file of this model, such as the one in Q8_0",
+                    name=name,
+                    path=self.path,
+                    format=stored.tensor_type.name,
+                ),
                 exit_code=2,
             ) from failure
         copy = np.array(values, np.float32)  # torch wants memory that it may write to

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.export.gguf_reader import GGUFFile
 from nanochat.export.huggingface import begin_mark
 from nanochat.export.llama_splits import OTHER_NAMES, SPELLS, SPLITS, Split, pre_tokenizer
@@ -68,16 +68,25 @@ def _split_name(source: GGUFFile) -> str:
     kind = source.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise UserError(
-            f"{source.path} has a vocabulary of kind {kind!r}, and only byte-level ones, of kind "
-            "'gpt2', are known. Use another model",
+            tr(
+                "{path} has a vocabulary of kind {kind!r}, and only byte-level ones, of "
+                "kind 'gpt2', are known. Use another model",
+                path=source.path,
+                kind=kind,
+            ),
             exit_code=2,
         )
     rule = source.get("tokenizer.ggml.pre", "default")
     name = OTHER_NAMES.get(rule, rule)
     if name not in SPLITS:
         raise UserError(
-            f"{source.path} splits text by the rule {rule!r}, and the known ones are "
-            f"{', '.join(sorted([*SPLITS, *OTHER_NAMES]))}. Use another model",
+            tr(
+                "{path} splits text by the rule {rule!r}, and the known ones are {known}. "
+                "Use another model",
+                path=source.path,
+                rule=rule,
+                known=", ".join(sorted([*SPLITS, *OTHER_NAMES])),
+            ),
             exit_code=2,
         )
     return name

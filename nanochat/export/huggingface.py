@@ -15,7 +15,7 @@ from nanochat.checkpoint_manager.huggingface.template import CHATML
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.load import Loaded
 from nanochat.checkpoint_manager.tensors import write_tensors
-from nanochat.common import UserError, write_atomic, write_json
+from nanochat.common import UserError, tr, write_atomic, write_json
 from nanochat.data import bpe
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.tokenizer import ROLES, Tokenizer
@@ -149,8 +149,12 @@ def converted(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
     value = parameter.detach().to(dtype)
     if not value.isfinite().all():
         raise UserError(
-            f"{name} has values that {dtype} cannot hold. Export with --dtype bfloat16 or --dtype "
-            "float32"
+            tr(
+                "{name} has values that {dtype} cannot hold. Export with --dtype bfloat16 "
+                "or --dtype float32",
+                name=name,
+                dtype=dtype,
+            )
         )
     return value
 

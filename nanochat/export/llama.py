@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanochat import device
 from nanochat.checkpoint_manager.load import Loaded
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.export.gguf import PlannedTensor, Value, write
 from nanochat.export.huggingface import converted
 from nanochat.export.llama_vocabulary import vocabulary
@@ -63,9 +63,13 @@ def architecture(config: QwenConfig) -> str:
         return "qwen3" if config.qk_norm else "qwen2"
     if config.delta_key_dim != config.delta_value_dim:
         raise UserError(
-            "llama.cpp computes DeltaNets whose keys and values have the same number of channels, "
-            f"and this model has {config.delta_key_dim} and {config.delta_value_dim}. Export with "
-            "--format huggingface",
+            tr(
+                "llama.cpp computes DeltaNets whose keys and values have the same number "
+                "of channels, and this model has {keys} and {values}. Export with --format "
+                "huggingface",
+                keys=config.delta_key_dim,
+                values=config.delta_value_dim,
+            ),
             exit_code=2,
         )
     return "qwen35"
@@ -220,9 +224,11 @@ def export(loaded: Loaded, path: Path, dtype: str) -> None:
     model = loaded.model
     if not isinstance(model, Qwen):
         raise UserError(
-            "llama.cpp knows the architectures of Qwen and Llama, and not that of nanochat's GPT. "
-            "Train with `python -m scripts.base_train --family qwen3`, or export with --format "
-            "huggingface",
+            tr(
+                "llama.cpp knows the architectures of Qwen and Llama, and not that of "
+                "nanochat's GPT. Train with `python -m scripts.base_train --family qwen3`, "
+                "or export with --format huggingface"
+            ),
             exit_code=2,
         )
     metadata: dict[str, Value] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanochat.checkpoint_manager.huggingface.template import CHATML
 from nanochat.checkpoint_manager.huggingface.tokenizer import FILE_NAME, FolderTokenizer
-from nanochat.common import UserError, log, read_json
+from nanochat.common import UserError, log, read_json, tr
 from nanochat.export.gguf import Value
 from nanochat.export.huggingface import CHAT_TEMPLATE, tokenizer_json
 from nanochat.export.llama_splits import APPROXIMATE, QWEN2, SPLITS, Split, steps_of
@@ -30,10 +30,6 @@ UNSUPPORTED = {
     "continuing_subword_prefix": (None, ""),
     "end_of_word_suffix": (None, ""),
 }
-TRAIN_AGAIN = (
-    "Train the tokenizer with `python -m scripts.tok_train --pattern qwen2`, and the model again, or "
-    "export with --format huggingface"
-)
 # Normalisers that leave texts as they are, and NFC, which leaves most as they are.
 NORMALIZERS = (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []})
 
@@ -47,21 +43,31 @@ def _split_name(content: Mapping[str, Any], advice: str) -> str:
     def refuse_if(is_unsupported: bool, why: str) -> None:
         if is_unsupported:
             raise UserError(
-                "llama.cpp would split texts into other tokens than this model was trained on: "
-                f"{why}. {advice}",
+                tr(
+                    "llama.cpp would split texts into other tokens than this model was "
+                    "trained on: {why}. {advice}",
+                    why=why,
+                    advice=advice,
+                ),
                 exit_code=2,
             )
 
     model = content["model"]
     kind = model.get("type", "BPE")
-    refuse_if(kind != "BPE", f"its vocabulary is of kind {kind}")
+    refuse_if(kind != "BPE", tr("its vocabulary is of kind {kind}", kind=kind))
     for name, off_values in UNSUPPORTED.items():
-        refuse_if(model.get(name) not in off_values, f"its vocabulary has {name}={model.get(name)}")
+        refuse_if(
+            model.get(name) not in off_values,
+            tr("its vocabulary has {name}={value}", name=name, value=model.get(name)),
+        )
     normalizer = content.get("normalizer")
-    refuse_if(normalizer not in NORMALIZERS, f"it normalises texts by {normalizer}")
+    refuse_if(
+        normalizer not in NORMALIZERS,
+        tr("it normalises texts by {normalizer}", normalizer=normalizer),
+    )
     steps = steps_of(content["pre_tokenizer"] or {})
     if steps is None:
-        refuse_if(True, f"it knows no such split as {content['pre_tokenizer']}")
+        refuse_if(True, tr("it knows no such split as {split}", split=content["pre_tokenizer"]))
     assert steps is not None
     split = Split(
         tuple(SAME_SPLITS.get(step, step) for step in steps),
@@ -69,15 +75,18 @@ def _split_name(content: Mapping[str, Any], advice: str) -> str:
     )
     names = [name for name, known in SPLITS.items() if known == split]
     patterns = {pattern: name for name, pattern in PATTERNS.items()}
-    spelled = ", then ".join(patterns.get(step, step) for step in steps)
+    spelled = tr(", then ").join(patterns.get(step, step) for step in steps)
     if split.whole_pieces:
-        spelled += ", with ignore_merges"
-    refuse_if(not names, f"it knows no split by {spelled}")
+        spelled += tr(", with ignore_merges")
+    refuse_if(not names, tr("it knows no split by {spelled}", spelled=spelled))
     (name,) = names
     if name in APPROXIMATE:
         log(
-            f"llama.cpp follows the split {name!r} only in ASCII: it makes other tokens of some "
-            "words with letters such as É"
+            tr(
+                "llama.cpp follows the split {name!r} only in ASCII: it makes other tokens "
+                "of some words with letters such as É",
+                name=name,
+            )
         )
     return name
 
@@ -117,13 +126,16 @@ def vocabulary(tokenizer: Tokenizer | FolderTokenizer) -> dict[str, Value]:
     end_of_reply = tokenizer.special("assistant_end")
     if isinstance(tokenizer, Tokenizer):
         content = tokenizer_json(tokenizer)
-        advice = TRAIN_AGAIN
+        advice = tr(
+            "Train the tokenizer with `python -m scripts.tok_train --pattern qwen2`, and the model "
+            "again, or export with --format huggingface"
+        )
         template = CHAT_TEMPLATE
         bos = tokenizer.bos
         eos = tokenizer.bos  # a document ends where the next one begins
     else:
         content = read_json(tokenizer.folder / FILE_NAME)
-        advice = "Export with --format huggingface"
+        advice = tr("Export with --format huggingface")
         template = tokenizer.template_source or CHATML
         bos = tokenizer.named("bos_token")
         eos = tokenizer.named("eos_token")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
 
@@ -29,7 +29,11 @@ class LlamaConfig(QwenConfig):
         super().__post_init__()
         if self.rope_low >= self.rope_high:
             raise UserError(
-                f"rope_low must be below rope_high, got {self.rope_low} and {self.rope_high}"
+                tr(
+                    "rope_low must be below rope_high, got {rope_low} and {rope_high}",
+                    rope_low=self.rope_low,
+                    rope_high=self.rope_high,
+                )
             )
 
 

@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.linear import Linear
 
 
@@ -34,13 +34,20 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if self.rank < 1 or not self.targets:
             raise UserError(
-                "an adapter needs a rank of at least 1 and at least one target, got rank "
-                f"{self.rank} and targets {list(self.targets)}",
+                tr(
+                    "an adapter needs a rank of at least 1 and at least one target, got "
+                    "rank {rank} and targets {targets}",
+                    rank=self.rank,
+                    targets=list(self.targets),
+                ),
                 exit_code=2,
             )
         if not 0 <= self.dropout < 1:
             raise UserError(
-                f"the dropout of an adapter must be at least 0 and below 1, got {self.dropout}",
+                tr(
+                    "the dropout of an adapter must be at least 0 and below 1, got {dropout}",
+                    dropout=self.dropout,
+                ),
                 exit_code=2,
             )
 
@@ -147,8 +154,12 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
     if unmatched:
         short_names = sorted({name.rpartition(".")[2] for name in matrices})
         raise UserError(
-            f"an adapter was asked for {', '.join(map(repr, unmatched))}, which names no matrix of "
-            f"this model. Its matrices are {', '.join(short_names)}",
+            tr(
+                "an adapter was asked for {targets}, which names no matrix of this model. "
+                "Its matrices are {short_names}",
+                targets=", ".join(map(repr, unmatched)),
+                short_names=", ".join(short_names),
+            ),
             exit_code=2,
         )
     model.requires_grad_(False)

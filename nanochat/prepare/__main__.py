@@ -66,7 +66,7 @@ def main(cfg: Config) -> None:
             tokens = prepare_documents(corpus, tokenizer, split, cfg.num_workers)
             if cfg.verify:
                 open_tokens(tokens.folder, verify=True)
-            checked = ", all intact" if cfg.verify else ""
+            checked = tr(", all intact") if cfg.verify else ""
             log(
                 tr(
                     "{name} {split}: {documents:,} documents, {tokens:,} tokens{checked}",

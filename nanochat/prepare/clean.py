@@ -55,8 +55,8 @@ def clean(
     paths = [path.absolute() for split in ("val", "train") for path in shards(corpus, split)]
     with locked(corpus.folder / ".clean.lock") as lock:
         result_paths = [corpus.folder / DROPPED / f".{path.stem}.npz" for path in paths]
-        title = f"screen {corpus.name}"
-        with Progress(title, sum(map(count_rows, paths)), "documents") as progress:
+        title = tr("screen {corpus}", corpus=corpus.name)
+        with Progress(title, sum(map(count_rows, paths)), tr("documents")) as progress:
             total_bytes = sum(path.stat().st_size for path in paths)
             process_count = processes_for(total_bytes, len(paths), processes)
             if process_count < 2:
@@ -73,7 +73,13 @@ def clean(
         dropped_earlier = about.get(DROPPED, {}).get("documents", 0)
         if dropped_earlier and not dedup and not drop_contaminated:
             _log_summary(corpus, summary)
-            log(f"{corpus.name}: {dropped_earlier:,} documents were left out earlier and still are")
+            log(
+                tr(
+                    "{corpus}: {dropped_earlier:,} documents were left out earlier and still are",
+                    corpus=corpus.name,
+                    dropped_earlier=dropped_earlier,
+                )
+            )
         else:
             command = _command(corpus, dedup, check_against, drop_contaminated)
             summary = summary | {"make": command, "shards": _write_lists(paths, decision.dropped)}
@@ -210,13 +216,23 @@ def _log_summary(corpus: Corpus, summary: dict[str, Any]) -> None:
     if "check_against" in summary:
         count = summary["contaminated"]
         by_set = [f"{name} {hits:,}" for name, hits in summary["check_against"].items()]
-        fate = "stay; --drop_contaminated leaves them out"
+        figures = {"name": corpus.name, "count": count, "total": total, "sets": ", ".join(by_set)}
         if summary.get("dropped_contaminated"):
-            fate = "are left out"
-        log(
-            f"{corpus.name}: {count:,} of {total:,} documents hold a passage of an evaluation "
-            f"({', '.join(by_set)}) and {fate}"
-        )
+            log(
+                tr(
+                    "{name}: {count:,} of {total:,} documents hold a passage of an evaluation "
+                    "({sets}) and are left out",
+                    **figures,
+                )
+            )
+        else:
+            log(
+                tr(
+                    "{name}: {count:,} of {total:,} documents hold a passage of an evaluation "
+                    "({sets}) and stay; --drop_contaminated leaves them out",
+                    **figures,
+                )
+            )
 
 
 # --- screening -----------------------------------------------------------------------------------

@@ -139,7 +139,9 @@ def _write(
     skipped = int(tokenizer.marks_begin)
     with (
         token_writer(folder, "conversations", dtype, masked=True) as writer,
-        Progress(f"tokenise {folder.name}", None, "conversations") as progress,
+        Progress(
+            tr("tokenise {folder}", folder=folder.name), None, tr("conversations")
+        ) as progress,
     ):
         for batch in _batches(rendered):
             ids = [item.ids[skipped:] for item in batch]
@@ -166,7 +168,9 @@ def _rendered(conversation: Conversation, tokenizer: Tokenizer) -> Rendered:
     except UserError as failure:
         if not conversation.origin:
             raise
-        raise UserError(f"{conversation.origin}: {failure}") from failure
+        raise UserError(
+            tr("{origin}: {failure}", origin=conversation.origin, failure=failure)
+        ) from failure
 
 
 def _batches(rendered: Iterable[Rendered]) -> Iterator[list[Rendered]]:

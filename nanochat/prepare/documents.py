@@ -91,9 +91,15 @@ def _shards_to_tokenise(corpus: Corpus, split: Literal["train", "val"]) -> list[
         unscreened = [name for name in names if name not in screened["shards"]]
         if unscreened:
             warn(
-                f"{len(unscreened)} shards of {corpus.name} came after its documents were "
-                f"screened, the first is {unscreened[0]}: all of their documents are kept. Screen "
-                f"them too: {screened['make']}"
+                tr(
+                    "{count} shards of {corpus} came after its documents were screened, "
+                    "the first is {first}: all of their documents are kept. Screen them "
+                    "too: {command}",
+                    count=len(unscreened),
+                    corpus=corpus.name,
+                    first=unscreened[0],
+                    command=screened["make"],
+                )
             )
     return split_shards
 
@@ -106,13 +112,13 @@ def _tokenise_shards(
     lock: int,
 ) -> None:
     """Tokenise the shards that are not done yet, and write the folder's meta.json."""
-    title = f"tokenise {folder.parent.parent.name} {folder.name}"
+    title = tr("tokenise {corpus} {split}", corpus=folder.parent.parent.name, split=folder.name)
     start = time.monotonic()
     parts: dict[str, dict[str, Any]] = {}
     unfinished: list[Shard] = []
     new_tokens = 0
     total = sum(count_rows(shard.path) for shard in shards)
-    with Progress(title, total, "documents") as progress:
+    with Progress(title, total, tr("documents")) as progress:
         for shard in shards:
             note = _note_path(folder, shard.path.stem)
             entry = _read_note(note)
@@ -128,7 +134,10 @@ def _tokenise_shards(
             new_tokens += entry["tokens"]
     if new_tokens:
         speed = new_tokens / (time.monotonic() - start)
-        print(f"{new_tokens:,} tokens, {speed:,.0f} tokens/s", flush=True)
+        print(
+            tr("{new_tokens:,} tokens, {speed:,.0f} tokens/s", new_tokens=new_tokens, speed=speed),
+            flush=True,
+        )
     meta = {
         "format": FORMAT,
         "tokenizer": tokenizer.hash,

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import UserError, parse_json
+from nanochat.common import UserError, parse_json, tr
 
 WORDS = 13
 CHARACTERS = 50  # at least half of them Han
@@ -99,9 +99,14 @@ def read_passages(folder: Path) -> Passages:
             names.append(subfolder.name)
     if not names:
         raise UserError(
-            "--check_against names a folder with a subfolder for each evaluation, and "
-            f"{folder} has no evaluation with texts of {WORDS} words or {CHARACTERS} Chinese "
-            "characters; docs/offline.md says how to fill it",
+            tr(
+                "--check_against names a folder with a subfolder for each evaluation, and "
+                "{folder} has no evaluation with texts of {words} words or {characters} "
+                "Chinese characters; docs/offline.md says how to fill it",
+                folder=folder,
+                words=WORDS,
+                characters=CHARACTERS,
+            ),
             2,
         )
     all_hashes = np.concatenate(hashes)
@@ -209,7 +214,12 @@ def _texts(path: Path) -> Iterator[str]:
             yield from _strings(parse_json(path.read_text("utf-8-sig")))
     except (OSError, ValueError, csv.Error, pa.ArrowException) as failure:
         raise UserError(
-            f"the evaluation {path} cannot be read: {failure}. Get the file again.", 2
+            tr(
+                "the evaluation {path} cannot be read: {failure}. Get the file again.",
+                path=path,
+                failure=failure,
+            ),
+            2,
         ) from failure
 
 

@@ -11,11 +11,10 @@ import numpy as np
 from nanochat.common import UserError, fsync_path, log, sha256_of, tr, warn, write_json
 from nanochat.prepare.packing import Packing, count_marked, cut_at, pack
 from nanochat.prepare.token_files import (
-    FIX,
     FORMAT,
     META,
+    TokensDamaged,
     TokenSet,
-    damage,
     damaged,
     locked,
     read_meta,
@@ -96,14 +95,21 @@ def _log_cut(
     pairs: bool,
 ) -> None:
     """Log how many conversations or pairs were too long, and how many tokens were left out."""
-    items = f"{token_set.documents:,} conversations"
+    items = tr("{count:,} conversations", count=token_set.documents)
     if pairs:
-        items = f"{token_set.documents // 2:,} pairs"
-    fate = "dropped" if too_long == "drop" else "cut"
+        items = tr("{count:,} pairs", count=token_set.documents // 2)
+    fate = tr("dropped") if too_long == "drop" else tr("cut")
     log(
-        f"{plan.cut_conversations:,} of {items} were longer than a row of "
-        f"{plan.row_tokens - 1:,} tokens and were {fate}; {plan.dropped_tokens:,} of "
-        f"{token_set.tokens:,} tokens were left out"
+        tr(
+            "{count:,} of {items} were longer than a row of {row_tokens:,} tokens and were {fate}; "
+            "{dropped:,} of {tokens:,} tokens were left out",
+            count=plan.cut_conversations,
+            items=items,
+            row_tokens=plan.row_tokens - 1,
+            fate=fate,
+            dropped=plan.dropped_tokens,
+            tokens=token_set.tokens,
+        )
     )
 
 
@@ -126,7 +132,7 @@ def _load_plan(
         # Plans of older versions have no hashes, so damage that changes no length cannot be found
         # in them.
         for name, why in damaged(folder, meta.get("sha256", {})).items():
-            raise damage(folder / name, why)
+            raise TokensDamaged(folder / name, why)
         arrays = {}
         for name in meta["arrays"]:
             arrays[name] = np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
@@ -141,7 +147,7 @@ def _load_plan(
         )
     # UserError is a ValueError; all other errors are numpy's.
     except (ValueError, OSError, EOFError, KeyError) as failure:
-        problem = str(failure).partition(FIX)[0]
+        problem = failure.problem if isinstance(failure, TokensDamaged) else failure
         warn(
             tr(
                 "the packing plan {folder} cannot be used and is made again: {problem}",

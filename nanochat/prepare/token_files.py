@@ -35,7 +35,6 @@ SMALL_VOCABULARY = 65_536  # up to this size a token fits into two bytes
 CHECKED = "checked.json"
 LONG = 1e9  # bytes; hashing more than this takes long enough to show progress
 THREADS = 8  # hashing releases the GIL, and disks are faster with a few readers
-FIX = " Fix it with: "  # separates the problem with a file from the command to type
 
 
 @dataclass(frozen=True)
@@ -115,12 +114,14 @@ def read_meta(folder: Path, needs: Sequence[str] = ("dtype", "parts")) -> dict[s
     try:
         meta = read_json(path) if path.exists() else None
     except ValueError as failure:
-        raise damage(path, f"it is not JSON ({failure.__cause__})") from failure
+        raise TokensDamaged(
+            path, tr("it is not JSON ({cause})", cause=failure.__cause__)
+        ) from failure
     if meta is None:
         return None
     has_entries = set(needs) <= set(meta)
     if not has_entries or any(set(entry) != PART_ENTRIES for entry in meta.get("parts", [])):
-        raise damage(path, "it lacks required entries")
+        raise TokensDamaged(path, tr("it lacks required entries"))
     return meta
 
 
@@ -132,7 +133,7 @@ def open_tokens(folder: Path, verify: bool = False) -> TokenSet:
     """
     meta = read_meta(folder)
     if meta is None:
-        raise damage(folder / META, "it is missing")
+        raise TokensDamaged(folder / META, tr("it is missing"))
     parts = []
     hashes = {}
     for about in meta["parts"]:
@@ -144,7 +145,7 @@ def open_tokens(folder: Path, verify: bool = False) -> TokenSet:
             hashes[name] = about["sha256"][kind]
         parts.append(TokenFile(arrays["tokens"], arrays["offsets"], arrays.get("mask")))
     for name, why in damaged(folder, hashes, verify).items():
-        raise damage(folder / name, why)
+        raise TokensDamaged(folder / name, why)
     return TokenSet(folder, meta, tuple(parts))
 
 
@@ -158,23 +159,32 @@ def _map_file(
     Raises UserError if the file is missing or has another size.
     """
     if not path.exists():
-        raise damage(path, "it is missing")
+        raise TokensDamaged(path, tr("it is missing"))
     size = path.stat().st_size
     expected_size = count * np.dtype(dtype).itemsize
     if size != expected_size:
-        raise damage(path, f"it has {size:,} bytes, expected {expected_size:,}")
+        raise TokensDamaged(
+            path,
+            tr("it has {size:,} bytes, expected {expected:,}", size=size, expected=expected_size),
+        )
     if not count:
         return np.zeros(0, dtype)  # an empty file cannot be mapped
     # asarray drops the memmap class, since slicing a memmap is slow.
     return np.asarray(np.memmap(path, dtype, "r"))
 
 
-def damage(path: Path, why: str) -> UserError:
-    """Return a UserError that says why a file is damaged, and which command fixes it."""
-    return UserError(
-        f"the token file {path} is damaged: {why}.{FIX}rm -f {quote(str(path))}\n"
-        "and type the same command again, which makes only what belongs to this file."
-    )
+class TokensDamaged(UserError):
+    """Says why a token file is damaged, and which command fixes it."""
+
+    def __init__(self, path: Path, why: str):
+        """Keep in `problem` what is wrong, without the command."""
+        self.problem = tr("the token file {path} is damaged: {why}.", path=path, why=why)
+        fix = tr(
+            " Fix it with: {command}\n"
+            "and type the same command again, which makes only what belongs to this file.",
+            command=f"rm -f {quote(str(path))}",
+        )
+        super().__init__(self.problem + fix)
 
 
 # --- writing -------------------------------------------------------------------------------------
@@ -358,7 +368,9 @@ def _hash(folder: Path, hashes: Mapping[str, str]) -> tuple[dict[str, str], dict
     size = sum(state[0] for state in states.values())
     bar = None
     if size > LONG:
-        bar = Progress(f"check {folder.parent.name} {folder.name}", size, "B")
+        bar = Progress(
+            tr("check {corpus} {split}", corpus=folder.parent.name, split=folder.name), size, "B"
+        )
     wrong: dict[str, str] = {}
     intact: dict[str, list] = {}
     with bar or contextlib.nullcontext(), ThreadPoolExecutor(THREADS) as threads:
@@ -367,7 +379,7 @@ def _hash(folder: Path, hashes: Mapping[str, str]) -> tuple[dict[str, str], dict
             if digest == hashes[name]:
                 intact[name] = [digest, *states[name]]
             else:
-                wrong[name] = f"its SHA-256 is not {hashes[name]}"
+                wrong[name] = tr("its SHA-256 is not {expected}", expected=hashes[name])
             if bar:
                 bar.advance(states[name][0])
     return wrong, intact
@@ -380,6 +392,7 @@ def locked(path: Path) -> Iterator[int]:
     A child process that inherits the descriptor keeps the lock until the child has ended.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    waiting = functools.partial(log, f"waiting for another process that prepares {path.parent}")
+    notice = tr("waiting for another process that prepares {folder}", folder=path.parent)
+    waiting = functools.partial(log, notice)
     with open_regular(path, owned=False) as file, hold_lock(file, waiting) as lock:
         yield lock

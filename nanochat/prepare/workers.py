@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.data.limits import cores
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -155,12 +155,22 @@ def _failure(message: Message, task: Mapping[str, Any]) -> BaseException:
         return OSError(message["errno"], message["text"], message["filename"])
     if kind == "end":
         code = message["code"]
-        ending = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        memory_hint = ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
+        if code == -signal.SIGKILL:
+            ending = tr(
+                "was killed by signal {signal}, perhaps because memory ran out", signal=-code
+            )
+        elif code < 0:
+            ending = tr("was killed by signal {signal}", signal=-code)
+        else:
+            ending = tr("ended with code {code}", code=code)
         return UserError(
-            f"the process that worked on {name} {ending}{memory_hint}. Finished work is kept: type the "
-            "same command again to resume; if it fails again, use fewer processes: python -m "
-            "nanochat.prepare -w N"
+            tr(
+                "the process that worked on {name} {ending}. Finished work is kept: type "
+                "the same command again to resume; if it fails again, use fewer processes: "
+                "python -m nanochat.prepare -w N",
+                name=name,
+                ending=ending,
+            )
         )
     return RuntimeError(f"a process that worked on {name} failed:\n{message['text']}")
 

@@ -66,16 +66,16 @@ class Costs:
         """Return the estimated seconds to compile, and a phrase saying whether code is cached."""
         record = self.records.get(self.key, {})
         if "again" in record:
-            return record["again"], "from the cache"
+            return record["again"], tr("from the cache")
         if "first" in record:
-            return CACHED_SHARE * record["first"], "from the cache"
+            return CACHED_SHARE * record["first"], tr("from the cache")
         paces = [
             other["first"] / _usual_seconds(other["parts"])
             for other in self.records.values()
             if "first" in other
         ]
         pace = min(paces, default=1.0)  # the pace of this machine when it was least busy
-        return pace * _usual_seconds(self.parts), "for the first time"
+        return pace * _usual_seconds(self.parts), tr("for the first time")
 
     def measured(self, seconds: float, first: bool) -> None:
         """Save the seconds that a compilation has taken, unless an earlier one was faster.
@@ -261,7 +261,7 @@ def compiled(
                     )
                 )
                 return model
-        log(f"compiling {how}, about {cost:.0f} s ...")
+        log(tr("compiling {how}, about {cost:.0f} s ...", how=how, cost=cost))
         return _compile(model, requested, shape, compute, blocks, costs, one_pass)
 
 
@@ -307,8 +307,10 @@ def _compile(
     else:
         seconds = time.monotonic() - start
         first = counters["inductor"]["fxgraph_cache_miss"] > missed
-        source = "" if first else ", from the cache"
-        log(f"torch.compile: {seconds:.1f} s{source}")
+        if first:
+            log(tr("torch.compile: {seconds:.1f} s", seconds=seconds))
+        else:
+            log(tr("torch.compile: {seconds:.1f} s, from the cache", seconds=seconds))
         if compute.main:
             costs.measured(seconds, first)
     model.zero_grad()

@@ -7,7 +7,7 @@ another value.
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from nanochat import schedule
 from nanochat.checkpoint_manager.parts.model import Files
@@ -72,18 +72,28 @@ ABOVE_ZERO = (
     "lora_alpha",
     "temperature",
 )  # and finite
-WHY = {
-    "num_samples": ", since a reply is judged against the others to its problem",
-    "eval_every": " (0 switches it off)",
-    "save_every": " (0 switches it off)",
-    "save_seconds": " (0 switches it off)",
-    "hang_seconds": " (0 switches it off)",
-    "documents_every": " (0 switches it off)",
-    "samples": " (0 switches them off)",
-    "keep": " (0 keeps all)",
-    "top_k": " (0 switches it off)",
-    "temperature": ", since at 0 all replies to a problem are alike, and none is better than the others",
-}
+SWITCHED_OFF_AT_0 = (
+    "eval_every",
+    "save_every",
+    "save_seconds",
+    "hang_seconds",
+    "documents_every",
+    "top_k",
+)
+
+
+def _why(name: str) -> str:
+    """Return why a flag has its limit, or what 0 means, as the continuation of a message."""
+    if name in SWITCHED_OFF_AT_0:
+        return tr(" (0 switches it off)")
+    return {
+        "num_samples": tr(", since a reply is judged against the others to its problem"),
+        "samples": tr(" (0 switches them off)"),
+        "keep": tr(" (0 keeps all)"),
+        "temperature": tr(
+            ", since at 0 all replies to a problem are alike, and none is better than the others"
+        ),
+    }.get(name, "")
 
 
 def check_ranges(cfg: Any) -> None:
@@ -99,19 +109,30 @@ def check_ranges(cfg: Any) -> None:
 def _check_range(name: str, value: float) -> None:
     if name in LEAST:
         fits = value >= LEAST[name]
-        rule = f"at least {LEAST[name]}"
+        rule = tr("at least {least}", least=LEAST[name])
     else:
         fits = name not in ABOVE_ZERO or 0 < value < math.inf
-        rule = "finite and above 0"
+        rule = tr("finite and above 0")
     if not fits:
-        reason = WHY.get(name, "")
+        reason = _why(name)
         raise UserError(
-            f"--{name} must be {rule}{reason}, got {value}: change it, or leave it out",
+            tr(
+                "--{name} must be {rule}{reason}, got {value}: change it, or leave it out",
+                name=name,
+                rule=rule,
+                reason=reason,
+                value=value,
+            ),
             exit_code=2,
         )
     if value >= BELOW.get(name, math.inf):
         raise UserError(
-            f"--{name} must be below {BELOW[name]}, got {value}: change it, or leave it out",
+            tr(
+                "--{name} must be below {limit}, got {value}: change it, or leave it out",
+                name=name,
+                limit=BELOW[name],
+                value=value,
+            ),
             exit_code=2,
         )
 
@@ -203,7 +224,10 @@ class BatchFlags:
     gradient_accumulation_steps: Free[int | None] = None
     """passes per step; normally left out, since it follows from total_batch_size and device_batch_size"""
 
-    smaller_steps: ClassVar[str] = "a smaller --total_batch_size"  # advice against too few steps
+    @property
+    def smaller_steps(self) -> str:
+        """The advice against too few steps."""
+        return tr("a smaller --total_batch_size")
 
 
 @dataclass(frozen=True)
@@ -227,14 +251,30 @@ class Epochs:
         epochs = self.num_epochs
         if epochs == "auto":
             epochs = schedule.tuning_epochs(items / items_per_step)
-            log(f"num_epochs: {epochs:.3g} ({items / items_per_step:,.3g} steps a pass)")
+            log(
+                tr(
+                    "num_epochs: {epochs:.3g} ({steps:,.3g} steps a pass)",
+                    epochs=epochs,
+                    steps=items / items_per_step,
+                )
+            )
         steps = max(int(epochs * items) // items_per_step, 1)
         if steps < FEW_STEPS:
             enough = f"--num_epochs={-(-2 * FEW_STEPS * items_per_step // items)}"
-            advice = f"{smaller_steps}, or {enough}" if items_per_step > 1 else enough
+            advice = enough
+            if items_per_step > 1:
+                advice = tr(
+                    "{smaller_steps}, or {enough}", smaller_steps=smaller_steps, enough=enough
+                )
             warn(
-                f"the data is {items:,} rows, which makes {steps} step(s) of {items_per_step}: too "
-                f"few to learn much. Give {advice}"
+                tr(
+                    "the data is {items:,} rows, which makes {steps} step(s) of "
+                    "{rows_per_step}: too few to learn much. Give {advice}",
+                    items=items,
+                    steps=steps,
+                    rows_per_step=items_per_step,
+                    advice=advice,
+                )
             )
         return steps
 
@@ -264,7 +304,10 @@ class ExampleFlags:
     """rows per pass on one device, at most; auto: as many as its memory holds.
     Lower it when memory runs out: what is learned stays the same"""
 
-    smaller_steps: ClassVar[str] = "a smaller --target_examples_per_step"
+    @property
+    def smaller_steps(self) -> str:
+        """The advice against too few steps."""
+        return tr("a smaller --target_examples_per_step")
 
 
 @dataclass(frozen=True)
@@ -301,10 +344,14 @@ class ChatFlags:
         every = auto if self.documents_every == "auto" else self.documents_every
         if self.documents is not None and not every:
             raise UserError(
-                "--documents needs --documents_every=N, N of at least 1, since else it gives no "
-                f"rows, got --documents={self.documents} and "
-                f"--documents_every={self.documents_every}: give --documents_every=8, or leave "
-                "--documents out",
+                tr(
+                    "--documents needs --documents_every=N, N of at least 1, since else it "
+                    "gives no rows, got --documents={documents} and "
+                    "--documents_every={documents_every}: give --documents_every=8, or "
+                    "leave --documents out",
+                    documents=self.documents,
+                    documents_every=self.documents_every,
+                ),
                 exit_code=2,
             )
         return every
@@ -323,7 +370,8 @@ class ChatFlags:
             return rows, ""
         data = resolve_data(self.documents or corpus)
         documents = split_rows(data, tokenizer, "train", rows.row_tokens - 1, seed)
-        return blend(rows, documents, every), f" and one row in {every} of {data.name}"
+        phrase = tr(" and one row in {every} of {corpus}", every=every, corpus=data.name)
+        return blend(rows, documents, every), phrase
 
 
 def named_after(tag: str, file: str | None) -> str:

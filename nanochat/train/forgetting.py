@@ -60,7 +60,7 @@ def _read_text(file: Path) -> str:
     except OSError as error:
         reason = error.strerror or type(error).__name__
     except UnicodeDecodeError:
-        reason = "not UTF-8"
+        reason = tr("not UTF-8")
     raise UserError(
         tr(
             "--general_text must name a text file in UTF-8, with blank lines between passages; "

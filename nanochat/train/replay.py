@@ -78,8 +78,12 @@ def with_own_words(rows: Rows, every: int, base: Base, seed: int, compute: Compu
     own_plan = plan(token_set, rows.row_tokens, cut=False, too_long="cut")
     own_rows = PackedRows(token_set, own_plan, base.tokenizer.bos, seed, masked=True)
     log(
-        f"replay_every: {every} (one row in {every} holds the model's own words, "
-        f"{token_set.tokens:,} tokens, so that it forgets less)"
+        tr(
+            "replay_every: {every} (one row in {every} holds the model's own words, "
+            "{tokens:,} tokens, so that it forgets less)",
+            every=every,
+            tokens=token_set.tokens,
+        )
     )
     return blend(rows, own_rows, every)
 
@@ -98,7 +102,7 @@ def _sampled(
     prompts = [tokenizer.render_prompt(Conversation((user(text),))) for text in _questions()]
     short_prompts = [prompt for prompt in prompts if len(prompt) <= longest // 2]
     total = 0
-    with Progress("own words", tokens, "tokens") as progress:
+    with Progress(tr("own words"), tokens, tr("tokens")) as progress:
         for round_number in itertools.count():
             sampling = Sampling(temperature=1.0, max_tokens=longest, seed=seed + round_number)
             chosen = _turn(short_prompts, round_number)

@@ -6,7 +6,7 @@ from typing import cast
 
 import torch.nn as nn
 
-from nanochat.common import log
+from nanochat.common import log, tr
 from nanochat.device import Compute
 from nanochat.gpt import GPT
 from nanochat.model import Model
@@ -61,23 +61,49 @@ def set_matmul(model: Model, matmul: Matmul, compute: Compute) -> None:
     """
     compute.platform.use_matmul(model, matmul, compute.operations)
     dtype = dtype_name(model.dtype)
-    note = ""
     if matmul == "auto" and isinstance(model, GPT):
         faster = compute.platform.preset_matmul(model.dtype, compute.operations)
         if faster != "auto":
-            note = f" (--matmul {faster} is faster on this device, and a step learns a little less)"
+            log(
+                tr(
+                    "matmul: {dtype} (--matmul {faster} is faster on this device, and a step learns "
+                    "a little less)",
+                    dtype=dtype,
+                    faster=faster,
+                )
+            )
+            return
     if matmul in ("fp8", "int8"):
-        note = f" in training, {dtype} elsewhere"
-        dtype = matmul
-    log(f"matmul: {dtype}{note}")
+        log(tr("matmul: {matmul} in training, {dtype} elsewhere", matmul=matmul, dtype=dtype))
+    else:
+        log(tr("matmul: {dtype}", dtype=dtype))
 
 
 def _describe(model: Model, trained: int) -> None:
     """Log a model's shape, its numbers of parameters and its FLOPs per token."""
     shape = model.config
     total = model.parameter_counts()["total"]
-    trained_part = f" of which {trained:,} are trained," if trained < total else ""
+    figures = {
+        "layers": shape.n_layer,
+        "channels": shape.n_embd,
+        "vocabulary": shape.vocab_size,
+        "total": total,
+        "flops": model.flops_per_token(),
+    }
+    if trained < total:
+        log(
+            tr(
+                "model: {layers} layers, {channels} channels, vocabulary {vocabulary:,}, "
+                "{total:,} parameters, of which {trained:,} are trained, {flops:,} FLOPs a token",
+                trained=trained,
+                **figures,
+            )
+        )
+        return
     log(
-        f"model: {shape.n_layer} layers, {shape.n_embd} channels, vocabulary {shape.vocab_size:,}, "
-        f"{total:,} parameters,{trained_part} {model.flops_per_token():,} FLOPs a token"
+        tr(
+            "model: {layers} layers, {channels} channels, vocabulary {vocabulary:,}, "
+            "{total:,} parameters, {flops:,} FLOPs a token",
+            **figures,
+        )
     )

@@ -99,7 +99,7 @@ def model_config(
     pairs = table_rows(bigram_rows, vocab_size)
     if bigram_rows == "auto" and not traits(corpus).pairs:
         pairs = 0
-        log(f"bigram_rows: 0 (they teach little about {corpus})")
+        log(tr("bigram_rows: 0 (they teach little about {corpus})", corpus=corpus))
     offset = depth if offset_layers == "auto" else offset_layers
     heads = model_dim // head_dim
     return GPTConfig(
@@ -110,10 +110,10 @@ def model_config(
 def _row_tokens(corpus: str, compute: Compute) -> int:
     """Return the context length that suits the corpus, or else the device, and log it."""
     length = traits(corpus).row_tokens
-    why = f"the documents of {corpus} are short"
+    why = tr("the documents of {corpus} are short", corpus=corpus)
     if length is None:
         length, why = compute.platform.context
-    log(f"max_seq_len: {length} ({why})")
+    log(tr("max_seq_len: {length} ({why})", length=length, why=why))
     return length
 
 
@@ -164,7 +164,9 @@ def keep_bigrams(shape: Shape, requested: int | Auto, epochs: float) -> Shape:
     if requested != "auto" or not isinstance(shape, GPTConfig) or not shape.bigram_rows:
         return shape
     rows = shape.bigram_rows if epochs <= EPOCHS_WITH_PAIRS else 0
-    log(f"bigram_rows: {rows:,} (the text is read {epochs:,.2f} times)")
+    log(
+        tr("bigram_rows: {rows:,} (the text is read {epochs:,.2f} times)", rows=rows, epochs=epochs)
+    )
     return replace(shape, bigram_rows=rows)
 
 
@@ -349,32 +351,41 @@ def batch(
     total = total_batch_size
     if total == "auto" and begun_rows is not None:
         total = _as_begun(begun_rows, compute) * length
-        log(f"total_batch_size: {total:,} tokens a step (as the run began)")
+        log(tr("total_batch_size: {total:,} tokens a step (as the run began)", total=total))
     elif total == "auto":
         fitting, why = _step_tokens(corpus, tokens)
         total = max(round(fitting / unit), 1) * unit
-        log(f"total_batch_size: {total:,} tokens a step ({why})")
+        log(tr("total_batch_size: {total:,} tokens a step ({why})", total=total, why=why))
     rows = device_batch_size
     if rows == "auto" and requested_passes is not None:
         rows = max(total // (unit * max(requested_passes, 1)), 1)
     elif rows == "auto":
         rows, why = _device_rows(shape, parameters, compute)
-        log(f"device_batch_size: at most {rows} rows a pass ({why})")
+        log(tr("device_batch_size: at most {rows} rows a pass ({why})", rows=rows, why=why))
     per_pass, passes = schedule.micro_batches(total, length, rows, compute.world_size)
     if device_batch_size != "auto" and per_pass < rows:
         log(
-            f"device_batch_size: lowered from {rows} to {per_pass}, a divisor of each rank's rows "
-            "of a step"
+            tr(
+                "device_batch_size: lowered from {rows} to {per_pass}, a divisor of each "
+                "rank's rows of a step",
+                rows=rows,
+                per_pass=per_pass,
+            )
         )
-    product = (
-        f"{total:,} tokens = {passes} pass(es) x {per_pass} rows x {length:,} tokens x "
-        f"{compute.world_size} rank(s)"
+    product = tr(
+        "{total:,} tokens = {passes} pass(es) x {per_pass} rows x {length:,} tokens x "
+        "{ranks} rank(s)",
+        total=total,
+        passes=passes,
+        per_pass=per_pass,
+        length=length,
+        ranks=compute.world_size,
     )
     if requested_passes is not None and passes != requested_passes:
         raise UserError(
             _other_passes(requested_passes, total, per_pass, unit, product), exit_code=2
         )
-    log(f"step: {product}")
+    log(tr("step: {product}", product=product))
     probe = device_batch_size == "auto" and requested_passes is None
     return Batch(total, total // length, per_pass, passes, probe)
 
@@ -387,11 +398,11 @@ def _step_tokens(corpus: str, tokens: float | None) -> tuple[int, str]:
     """
     of_corpus = traits(corpus).step_tokens
     if of_corpus is not None:
-        return of_corpus, f"{corpus} is small"
+        return of_corpus, tr("{corpus} is small", corpus=corpus)
     if tokens is None:
-        return schedule.REFERENCE_BATCH, "the default"
+        return schedule.REFERENCE_BATCH, tr("the default")
     reference = 12.0 * schedule.REFERENCE_SCALING_PARAMETERS
-    return schedule.batch_tokens(tokens, reference), f"for {tokens:,.0f} tokens"
+    return schedule.batch_tokens(tokens, reference), tr("for {tokens:,.0f} tokens", tokens=tokens)
 
 
 def _as_begun(rows: int, compute: Compute) -> int:
@@ -436,15 +447,23 @@ def example_batch(
     if examples == "auto":
         if begun_rows is not None:
             examples = _as_begun(begun_rows, compute)
-            why = "as the run began"
+            why = tr("as the run began")
         else:
             fitting = schedule.tuning_step_rows(rows.count, rows.conversations)
             examples = -(-fitting // compute.world_size) * compute.world_size
-            why = (
-                f"for {rows.conversations:,} conversations in {rows.count:,} rows of "
-                f"{shape.sequence_len:,} tokens"
+            why = tr(
+                "for {conversations:,} conversations in {rows:,} rows of {row_tokens:,} tokens",
+                conversations=rows.conversations,
+                rows=rows.count,
+                row_tokens=shape.sequence_len,
             )
-        log(f"target_examples_per_step: {examples} rows a step ({why})")
+        log(
+            tr(
+                "target_examples_per_step: {examples} rows a step ({why})",
+                examples=examples,
+                why=why,
+            )
+        )
     check_for_ranks("target_examples_per_step", examples, compute)
     return batch(
         examples * shape.sequence_len, device_batch_size, shape, parameters, None, corpus, compute
@@ -453,17 +472,24 @@ def example_batch(
 
 def _other_passes(passes: int, total: int, per_pass: int, unit: int, product: str) -> str:
     """Return the error message for a number of `passes` that does not fit a step, with advice."""
-    advice = "Leave it out."
+    advice = tr("Leave it out.")
     if passes > 0:
         rows = total / (unit * passes)
         flag = f"--total_batch_size={passes * per_pass * unit}"
         if rows == int(rows):
             flag = f"--device_batch_size={rows:.0f}"
-        advice = f"Leave it out, or take {flag}."
+        advice = tr("Leave it out, or take {flag}.", flag=flag)
     fitting = total // (per_pass * unit)
-    return (
-        f"gradient_accumulation_steps must be {total:,} / ({per_pass} x {unit:,}) = {fitting}, "
-        f"since a step of {product}; got {passes}. {advice}"
+    return tr(
+        "gradient_accumulation_steps must be {total:,} / ({per_pass} x {unit:,}) = "
+        "{fitting}, since a step of {product}; got {passes}. {advice}",
+        total=total,
+        per_pass=per_pass,
+        unit=unit,
+        fitting=fitting,
+        product=product,
+        passes=passes,
+        advice=advice,
     )
 
 
@@ -476,9 +502,15 @@ def _device_rows(shape: ModelConfig, parameters: int, compute: Compute) -> tuple
     pass_tokens = compute.platform.pass_tokens
     if pass_tokens:
         rows = max(pass_tokens // shape.sequence_len, 1)
-        return rows, f"{pass_tokens:,} tokens a pass suit {compute.platform.context[1]}"
+        return rows, tr(
+            "{pass_tokens:,} tokens a pass suit {device}",
+            pass_tokens=pass_tokens,
+            device=compute.platform.context[1],
+        )
     memory = device.memory_total(compute)
-    return rows_that_fit(memory, shape, parameters), f"{memory / 2**30:.0f} GiB of memory"
+    return rows_that_fit(memory, shape, parameters), tr(
+        "{memory:.0f} GiB of memory", memory=memory / 2**30
+    )
 
 
 def memory_of(rows: int, shape: ModelConfig, parameters: int, shards: int = 1) -> float:

@@ -3,7 +3,7 @@
 import torch
 import torch.nn as nn
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.device import local
 
 
@@ -21,7 +21,9 @@ class StartWeights:
         Raises UserError (exit code 2) unless the share is at least 0 and below 1.
         """
         if not 0 <= share < 1:
-            raise UserError(f"--start_share must be at least 0 and below 1, got {share:g}", 2)
+            raise UserError(
+                tr("--start_share must be at least 0 and below 1, got {share:g}", share=share), 2
+            )
         self.model = model
         self.share = share
         self._weights: list[torch.Tensor] = []

@@ -120,22 +120,38 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
             2,
         )
     base_mark, tensors = _read_tensors(path)
-    other_base = f"the adapter in {folder} belongs to another base, {settings.base}"
+    other_base = tr(
+        "the adapter in {folder} belongs to another base, {base}", folder=folder, base=settings.base
+    )
     if base_mark is not None and base_mark != facts(model)["base"]:
         raise UserError(
-            f"{other_base}: its base has other norms than this model. Name the model that it was "
-            "trained on",
+            tr(
+                "{other_base}: its base has other norms than this model. Name the model "
+                "that it was trained on",
+                other_base=other_base,
+            ),
             2,
         )
     problem = _fit_problem(model, settings, tensors)
     if problem:
-        raise UserError(f"{other_base}: {problem}. Name the model that it was trained on", 2)
+        raise UserError(
+            tr(
+                "{other_base}: {problem}. Name the model that it was trained on",
+                other_base=other_base,
+                problem=problem,
+            ),
+            2,
+        )
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise UserError(
-                f"{path} has values that are NaN or infinite, the first in {name}, so it would "
-                "give no answers, and break the answers beside it. Use another step of its "
-                "training",
+                tr(
+                    "{path} has values that are NaN or infinite, the first in {name}, so "
+                    "it would give no answers, and break the answers beside it. Use "
+                    "another step of its training",
+                    path=path,
+                    name=name,
+                ),
                 exit_code=2,
             )
     configs = {module: settings.config_of(module) for module in _adapted_modules(tensors)}
@@ -156,7 +172,12 @@ def _read_tensors(path: Path) -> tuple[str | None, dict[str, Tensor]]:
                 tensors[our_name] = file.get_tensor(name)
     except (SafetensorError, OSError, ValueError) as failure:
         raise UserError(
-            f"{path} is not a whole safetensors file ({failure}). Copy the adapter again", 2
+            tr(
+                "{path} is not a whole safetensors file ({failure}). Copy the adapter again",
+                path=path,
+                failure=failure,
+            ),
+            2,
         ) from failure
     return metadata.get("base"), tensors
 
@@ -188,10 +209,15 @@ def _fit_problem(model: Qwen, settings: PeftSettings, tensors: Mapping[str, Tens
             expected[name] = tuple(parameters[parameter_name].shape)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted({*shapes, *expected}):
-        shape = shapes.get(name, "missing")
-        expected_shape = expected.get(name, "nothing")
+        shape = shapes.get(name, tr("missing"))
+        expected_shape = expected.get(name, tr("nothing"))
         if shape != expected_shape:
-            return f"{name} is {shape} instead of {expected_shape}"
+            return tr(
+                "{name} is {shape} instead of {expected_shape}",
+                name=name,
+                shape=shape,
+                expected_shape=expected_shape,
+            )
     lacking = []
     for name, module in model.named_modules():
         is_target = isinstance(module, Linear) and matches(name, settings.config.targets)
@@ -200,7 +226,7 @@ def _fit_problem(model: Qwen, settings: PeftSettings, tensors: Mapping[str, Tens
     if settings.is_partial and tensors:
         return ""
     if lacking or not tensors:
-        return f"it has nothing for {(lacking or settings.config.targets)[0]}"
+        return tr("it has nothing for {target}", target=(lacking or settings.config.targets)[0])
     return ""
 
 
@@ -288,8 +314,12 @@ def _merge_module(
         return
     if f"{module}.bias" not in parameters:
         raise UserError(
-            f"{folder / SETTINGS} asks for lora_bias=True, and {module} has no bias to merge that "
-            "into. Use another adapter, or train this one without that setting",
+            tr(
+                "{path} asks for lora_bias=True, and {module} has no bias to merge that "
+                "into. Use another adapter, or train this one without that setting",
+                path=folder / SETTINGS,
+                module=module,
+            ),
             exit_code=2,
         )
     base_bias = parameters[f"{module}.bias"]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.data.conversation import Message
 
 # Private-use characters around the index of a message. FolderTokenizer replaces them in the texts.
@@ -122,7 +122,7 @@ def spans(
     for index, begin in first.items():
         end = ends.search(text, last[index])
         if end is None:
-            raise UserError("no special token ends what the assistant says")
+            raise UserError(tr("no special token ends what the assistant says"))
         start = _start(text, begin, opening) if messages[index].fields else begin
         found.append(Span(start, end.end()))
     return found
@@ -140,7 +140,7 @@ def _start(
     stem = opening.partition("\n")[0]
     position = text.rfind(stem, 0, begin) if stem else -1
     if position < 0:
-        raise UserError("what the assistant says does not begin as a reply does")
+        raise UserError(tr("what the assistant says does not begin as a reply does"))
     length = 0
     most = min(len(opening), begin - position)
     while length < most and text[position + length] == opening[length]:

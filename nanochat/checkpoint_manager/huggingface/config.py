@@ -67,7 +67,7 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
         check_quantisation(content.get(SETTING, text.get(SETTING)))
         shape = _shape(architecture, {**text, "tie_word_embeddings": _tied(content, text)})
     except UserError as failure:
-        raise UserError(f"{path}: {failure}", 2) from failure
+        raise UserError(tr("{path}: {failure}", path=path, failure=failure), 2) from failure
     except (
         KeyError,
         TypeError,
@@ -141,22 +141,30 @@ def _refuse_unknown(architecture: str, text: Mapping[str, Any], rope: Mapping[st
 
     def refuse_if(is_unsupported: bool, feature: str) -> None:
         if is_unsupported:
-            raise UserError(f"the model has {feature} supported. Use another model")
+            raise UserError(
+                tr("the model has {feature} supported. Use another model", feature=feature)
+            )
 
     activation = text.get("hidden_act", "silu")
-    refuse_if(activation != "silu", f"the activation {activation!r}; silu is")
+    refuse_if(
+        activation != "silu", tr("the activation {activation!r}; silu is", activation=activation)
+    )
     rope_types = ("default", "llama3") if architecture in LLAMAS else ("default",)
     rope_type = _rope_type(rope)
     refuse_if(
         rope_type not in rope_types,
-        f"rotary embeddings of type {rope_type!r}; {' and '.join(rope_types)} are",
+        tr(
+            "rotary embeddings of type {rope_type!r}; {known} are",
+            rope_type=rope_type,
+            known=tr(" and ").join(rope_types),
+        ),
     )
-    refuse_if(_slides(architecture, text), "a sliding window; full attention is")
+    refuse_if(_slides(architecture, text), tr("a sliding window; full attention is"))
     refuse_if(
         bool(text.get("attention_bias")),
-        "biases in every matrix of attention; only those of Qwen2 are",
+        tr("biases in every matrix of attention; only those of Qwen2 are"),
     )
-    refuse_if(bool(text.get("mlp_bias")), "biases in its MLPs; MLPs without biases are")
+    refuse_if(bool(text.get("mlp_bias")), tr("biases in its MLPs; MLPs without biases are"))
 
 
 def _rope_type(rope: Mapping[str, Any]) -> str:

@@ -3,10 +3,11 @@
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from nanochat.common import UserError, tr
+from nanochat.common import UserError, read_json, tr
 
 MODEL, ADAPTER = "config.json", "adapter_config.json"  # the files by which folders are known
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
@@ -156,3 +157,19 @@ def _conversion(folder: Path, pickle: str) -> str:
             f"Model.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained({str(folder)!r})"
         )
     return f"python -c {shlex.quote(code)}"
+
+
+def read_object(path: Path) -> Mapping[str, Any]:
+    """Return the content of a JSON file, or {} if the file is missing.
+
+    Raises UserError if the content is not a JSON object.
+    """
+    content = read_json(path) if path.is_file() else {}
+    if not isinstance(content, dict):
+        raise UserError(
+            tr(
+                "{path} is damaged: it is no object. Copy the model again from its source",
+                path=path,
+            )
+        )
+    return content

@@ -3,7 +3,8 @@
 import reprlib
 from pathlib import Path
 
-from nanochat.common import UserError, read_json
+from nanochat.checkpoint_manager.huggingface.folders import read_object
+from nanochat.common import UserError, tr
 
 FILE_NAME = "generation_config.json"
 # Name in the file and in Sampling -> the type, and the smallest and largest sensible value.
@@ -24,9 +25,7 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
     UserError if a value is out of range.
     """
     path = folder / FILE_NAME
-    content = read_json(path) if path.is_file() else {}
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is damaged: it is no object. Copy the model again from its source")
+    content = read_object(path)
     defaults: dict[str, float] = {}
     for name, (kind, low, high) in SETTINGS.items():
         value = content.get(name)
@@ -35,8 +34,15 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or kind(value) != value or not low <= value <= high:
             raise UserError(
-                f"{path} has {name}={reprlib.repr(value)}, and it must be from {low:g} to "
-                f"{high:g}. Correct it, or remove it from the file"
+                tr(
+                    "{path} has {name}={value}, and it must be from {low:g} to {high:g}. "
+                    "Correct it, or remove it from the file",
+                    path=path,
+                    name=name,
+                    value=reprlib.repr(value),
+                    low=low,
+                    high=high,
+                )
             )
         defaults[name] = kind(value)
     if content.get("do_sample") is False:

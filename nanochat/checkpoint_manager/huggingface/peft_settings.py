@@ -47,14 +47,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
 }
 # Starts of training that change the base's weights -> how. A name with a suffix, such as
 # pissa_niter_4, belongs to the name that it begins with.
-CHANGED_BASES = {
-    "pissa": "its training moved the largest singular values of the base's matrices into it",
-    "olora": "its training moved a part of the base's matrices into it",
-    "corda": "its training moved a part of the base's matrices into it",
-    "lora_ga": "its training moved a part of the base's matrices into it",
-    "loftq": "its training rounded the base's matrices",
-}
-SAVE_AGAIN = "Save it again with peft's path_initial_model_for_weight_conversion"
+CHANGED_BASES = ("pissa", "olora", "corda", "lora_ga", "loftq")
 # A pattern with a repeated group or with many repetitions may take for ever to match.
 REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
 MOST_REPETITIONS = 4
@@ -109,7 +102,11 @@ def read_settings(folder: Path) -> PeftSettings:
     content = read_json(path)
     if not isinstance(content, dict) or content.get("peft_type") != "LORA":
         raise UserError(
-            f"{path} is not of a LoRA adapter, and no other kind is known. Use a LoRA adapter", 2
+            tr(
+                "{path} is not of a LoRA adapter, and no other kind is known. Use a LoRA adapter",
+                path=path,
+            ),
+            2,
         )
     _refuse_unsupported(content, path)
     _refuse_slow_patterns(content, path)
@@ -136,7 +133,12 @@ def read_settings(folder: Path) -> PeftSettings:
         settings.config_of("")  # a pattern that cannot be read fails here
     except (KeyError, TypeError, ValueError, re.error) as failure:
         raise UserError(
-            f"{path} is damaged: {failure!r}. Copy the adapter again from its source", 2
+            tr(
+                "{path} is damaged: {failure!r}. Copy the adapter again from its source",
+                path=path,
+                failure=failure,
+            ),
+            2,
         ) from failure
     return settings
 
@@ -155,12 +157,20 @@ def _refuse_unsupported(content: Mapping[str, Any], path: Path) -> None:
             continue
         if name in ALLOWED and value in ALLOWED[name]:
             continue
-        advice = "Use another adapter, or train this one without that setting"
-        reason = "which is not supported"
+        advice = tr("Use another adapter, or train this one without that setting")
+        reason = tr("which is not supported")
         if name == "init_lora_weights":
             reason, advice = _start_reason(value)
         raise UserError(
-            f"{path} asks for {name[:100]}={reprlib.repr(value)}, {reason}. {advice}", exit_code=2
+            tr(
+                "{path} asks for {name}={value}, {reason}. {advice}",
+                path=path,
+                name=name[:100],
+                value=reprlib.repr(value),
+                reason=reason,
+                advice=advice,
+            ),
+            exit_code=2,
         )
 
 
@@ -171,17 +181,39 @@ def _refuse_slow_patterns(content: Mapping[str, Any], path: Path) -> None:
             repetitions = sum(key.count(mark) for mark in "*+{")
             if REPEATED_GROUP.search(key) or repetitions > MOST_REPETITIONS:
                 raise UserError(
-                    f"{path} has the {name} {reprlib.repr(key)}, and a pattern may have at most "
-                    f"{MOST_REPETITIONS} repetitions and no repeated group. Write the names out",
+                    tr(
+                        "{path} has the {name} {pattern}, and a pattern may have at most "
+                        "{most_repetitions} repetitions and no repeated group. Write the "
+                        "names out",
+                        path=path,
+                        name=name,
+                        pattern=reprlib.repr(key),
+                        most_repetitions=MOST_REPETITIONS,
+                    ),
                     exit_code=2,
                 )
 
 
 def _start_reason(value: Any) -> tuple[str, str]:
     """Return why an adapter with this value of init_lora_weights is refused, and the way out."""
-    for name, change in CHANGED_BASES.items():
+    save_again = tr("Save it again with peft's path_initial_model_for_weight_conversion")
+    for name in CHANGED_BASES:
         if str(value).lower().startswith(name):
-            fits = "so it does not fit the published base"
-            way_out = "Train it again without that setting" if name == "loftq" else SAVE_AGAIN
-            return f"which means that {change}, {fits}", way_out
-    return "which may have changed the base's own weights", f"{SAVE_AGAIN}, or use another adapter"
+            reason = tr(
+                "which means that {change}, so it does not fit the published base",
+                change=_change(name),
+            )
+            return reason, tr(
+                "Train it again without that setting"
+            ) if name == "loftq" else save_again
+    reason = tr("which may have changed the base's own weights")
+    return reason, tr("{save_again}, or use another adapter", save_again=save_again)
+
+
+def _change(start: str) -> str:
+    """Return how training from a kind of start has changed the base's matrices."""
+    if start == "pissa":
+        return tr("its training moved the largest singular values of the base's matrices into it")
+    if start == "loftq":
+        return tr("its training rounded the base's matrices")
+    return tr("its training moved a part of the base's matrices into it")

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanochat.common import UserError, read_json, write_json
+from nanochat.common import UserError, read_json, tr, write_json
 
 SETTING = "quantization_config"  # in config.json
 SCALE = "_scale_inv"  # ends the name of a matrix's factors
@@ -22,13 +22,18 @@ FP8_SETTINGS = {
     "weight_block_size": [BLOCK, BLOCK],
     "activation_scheme": "dynamic",
 }
-INSTEAD = {
-    "awq": "the model without -AWQ in its name, or with -FP8",
-    "gptq": "the model without -GPTQ-Int4 or -GPTQ-Int8 in its name, or with -FP8",
-    "bitsandbytes": "the model that it was made from",
-    "compressed-tensors": "the model that it was made from",
-    "fp8": f"the model in bf16, or one with blocks of {BLOCK} x {BLOCK}",
-}
+
+
+def _instead(method: str) -> str:
+    """Return which model to use instead of one that is quantised by a method."""
+    source = tr("the model that it was made from")
+    return {
+        "awq": tr("the model without -AWQ in its name, or with -FP8"),
+        "gptq": tr("the model without -GPTQ-Int4 or -GPTQ-Int8 in its name, or with -FP8"),
+        "bitsandbytes": source,
+        "compressed-tensors": source,
+        "fp8": tr("the model in bf16, or one with blocks of {block} x {block}", block=BLOCK),
+    }.get(method, tr("the model in bf16, fp16, fp32 or FP8"))
 
 
 def check_quantisation(setting: Any) -> None:
@@ -36,7 +41,13 @@ def check_quantisation(setting: Any) -> None:
     if setting is None:
         return
     if not isinstance(setting, dict):
-        raise UserError(f"{SETTING} is {reprlib.repr(setting)}, expected an object")
+        raise UserError(
+            tr(
+                "{setting} is {value}, expected an object",
+                setting=SETTING,
+                value=reprlib.repr(setting),
+            )
+        )
     method = setting.get("quant_method")
     if method == "fp8":
         wrong = [
@@ -48,13 +59,18 @@ def check_quantisation(setting: Any) -> None:
             wrong.append("weight_block_size=None")
         if not wrong:
             return
-        method_and_settings = f"fp8 with {', '.join(wrong)}"
+        method_and_settings = tr("fp8 with {settings}", settings=", ".join(wrong))
     else:
         method_and_settings = reprlib.repr(method)
-    instead = INSTEAD.get(str(method), "the model in bf16, fp16, fp32 or FP8")
+    instead = _instead(str(method))
     raise UserError(
-        f"the model has quantised weights of method {method_and_settings}; supported are bf16, "
-        f"fp16, fp32, and fp8 in blocks of {BLOCK} x {BLOCK}. Use {instead}"
+        tr(
+            "the model has quantised weights of method {method_and_settings}; supported "
+            "are bf16, fp16, fp32, and fp8 in blocks of {block} x {block}. Use {instead}",
+            method_and_settings=method_and_settings,
+            block=BLOCK,
+            instead=instead,
+        )
     )
 
 
@@ -72,14 +88,16 @@ def scale_problem(weight: Any, scale: Any | None) -> str:
     """
     is_fp8 = weight.get_dtype() == FP8
     if scale is None:
-        return "has no factors" if is_fp8 else ""
+        return tr("has no factors") if is_fp8 else ""
     if not is_fp8:
-        return f"has factors, but is in {weight.get_dtype()}"
+        return tr("has factors, but is in {dtype}", dtype=weight.get_dtype())
     blocks = [-(-size // BLOCK) for size in weight.get_shape()]
     if list(scale.get_shape()) != blocks or scale.get_dtype() not in SCALE_FORMATS:
-        return (
-            f"needs {blocks} factors in F32 or BF16, got {list(scale.get_shape())} in "
-            f"{scale.get_dtype()}"
+        return tr(
+            "needs {blocks} factors in F32 or BF16, got {shape} in {dtype}",
+            blocks=blocks,
+            shape=list(scale.get_shape()),
+            dtype=scale.get_dtype(),
         )
     return ""
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.platforms.child import Child
 
 SECONDS = 10.0  # time limit for one conversation
@@ -44,8 +44,13 @@ class ChatTemplate:
         """
         if len(source) > MAX_CHARACTERS:
             raise UserError(
-                f"the chat template in {where} has {len(source):,} characters, at most "
-                f"{MAX_CHARACTERS:,} are read"
+                tr(
+                    "the chat template in {where} has {characters:,} characters, at most "
+                    "{max_characters:,} are read",
+                    where=where,
+                    characters=len(source),
+                    max_characters=MAX_CHARACTERS,
+                )
             )
         self._child = Child(CHILD, {"template": source, "tokens": dict(tokens)})
         self._where = where
@@ -61,12 +66,19 @@ class ChatTemplate:
         answer = self._child.ask(variables, SECONDS)
         if answer is None:
             raise UserError(
-                f"the chat template in {self._where} takes more than {SECONDS:.0f} seconds or too "
-                "much memory. Remove it to use ChatML"
+                tr(
+                    "the chat template in {where} takes more than {seconds:.0f} seconds or "
+                    "too much memory. Remove it to use ChatML",
+                    where=self._where,
+                    seconds=SECONDS,
+                )
             )
         if "text" not in answer:
             raise UserError(
-                f"the chat template in {self._where} fails: {answer['error']}. Remove it to use "
-                "ChatML"
+                tr(
+                    "the chat template in {where} fails: {error}. Remove it to use ChatML",
+                    where=self._where,
+                    error=answer["error"],
+                )
             )
         return answer["text"]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.checkpoint_manager.huggingface import answers
-from nanochat.checkpoint_manager.huggingface.folders import refuse_pointer
+from nanochat.checkpoint_manager.huggingface.folders import read_object, refuse_pointer
 from nanochat.checkpoint_manager.huggingface.generation import sampling_defaults
 from nanochat.checkpoint_manager.huggingface.quantised import drop_setting
 from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, Messages, chatml
@@ -139,9 +139,14 @@ class FolderTokenizer:
         self._last = max(self._tokenizer.get_vocab().values())  # get_vocab() is slow: it copies
         if self._last >= vocab_size:
             raise UserError(
-                f"{path} has a token {self._last:,}, and the embedding of the model has only "
-                f"{vocab_size:,} rows: they do not belong together. Copy the model again from its "
-                "source"
+                tr(
+                    "{path} has a token {last:,}, and the embedding of the model has only "
+                    "{vocab_size:,} rows: they do not belong together. Copy the model "
+                    "again from its source",
+                    path=path,
+                    last=self._last,
+                    vocab_size=vocab_size,
+                )
             )
         self._names = self._read_names()
         self.stops = self._read_stops()
@@ -179,13 +184,22 @@ class FolderTokenizer:
             ) from failure
         if kind != "ByteLevel":
             raise UserError(
-                f"{path} is a vocabulary of kind {kind}; only byte-level ones are known. Use "
-                "another model"
+                tr(
+                    "{path} is a vocabulary of kind {kind}; only byte-level ones are "
+                    "known. Use another model",
+                    path=path,
+                    kind=kind,
+                )
             )
         if growth > MOST_GROWTH:
             raise UserError(
-                f"{path} has a normalizer that makes a text up to {growth:.3g} times as long; at "
-                f"most {MOST_GROWTH} times is accepted. Use another model"
+                tr(
+                    "{path} has a normalizer that makes a text up to {growth:.3g} times as "
+                    "long; at most {most_growth} times is accepted. Use another model",
+                    path=path,
+                    growth=growth,
+                    most_growth=MOST_GROWTH,
+                )
             )
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -210,23 +224,10 @@ class FolderTokenizer:
                 fsync_path(folder / name)
         return folder / FILE_NAME
 
-    def _read_object(self, name: str) -> Mapping[str, Any]:
-        """Return the content of a JSON file in the folder, or {} if the file is missing.
-
-        Raises UserError if the content is not a JSON object.
-        """
-        path = self.folder / name
-        content = read_json(path) if path.is_file() else {}
-        if not isinstance(content, dict):
-            raise UserError(
-                f"{path} is damaged: it is no object. Copy the model again from its source"
-            )
-        return content
-
     def _read_names(self) -> dict[str, str]:
         """Return a dict from token names in tokenizer_config.json (eos_token, ...) to spellings."""
         spellings = {}
-        for name, value in self._read_object("tokenizer_config.json").items():
+        for name, value in read_object(self.folder / "tokenizer_config.json").items():
             text = value.get("content") if isinstance(value, dict) else value
             if name.endswith("_token") and isinstance(text, str):
                 spellings[name] = text
@@ -242,7 +243,7 @@ class FolderTokenizer:
         They are the eos tokens of generation_config.json and tokenizer_config.json, and the special
         tokens that ENDS_OF_TURN names. Raises UserError if there are none.
         """
-        listed = self._read_object("generation_config.json").get("eos_token_id", [])
+        listed = read_object(self.folder / "generation_config.json").get("eos_token_id", [])
         if not isinstance(listed, list):
             listed = [listed]
         # Tokens beyond the embedding are left out, because the model cannot choose them.
@@ -255,8 +256,11 @@ class FolderTokenizer:
                 stops.add(token)
         if not stops:
             raise UserError(
-                f"{self.folder} names no token that ends a reply. Copy the model again from its "
-                "source"
+                tr(
+                    "{folder} names no token that ends a reply. Copy the model again from "
+                    "its source",
+                    folder=self.folder,
+                )
             )
         return frozenset(stops)
 
@@ -279,7 +283,7 @@ class FolderTokenizer:
             source = path.read_text(encoding="utf-8") if path.is_file() else None
             if not source:
                 path = self.folder / "tokenizer_config.json"
-                source = self._read_object(path.name).get("chat_template")
+                source = read_object(self.folder / path.name).get("chat_template")
             if isinstance(source, list):  # several templates, of which the default is for chats
                 templates = {item["name"]: item["template"] for item in source}
                 source = templates.get("default")
@@ -288,8 +292,12 @@ class FolderTokenizer:
         except (UnicodeDecodeError, KeyError, TypeError) as failure:
             reason = f"{type(failure).__name__}: {failure}"
             raise UserError(
-                f"the chat template in {path} cannot be read ({reason}). Copy the model again from "
-                "its source"
+                tr(
+                    "the chat template in {path} cannot be read ({reason}). Copy the model "
+                    "again from its source",
+                    path=path,
+                    reason=reason,
+                )
             ) from failure
         return source or None
 
@@ -549,10 +557,16 @@ class FolderTokenizer:
             mask += [int(in_words or (after_words and is_mark))] * len(tokens)
             after_words = False
         if has_trained_turn and not any(mask):
-            raise UserError(
-                f"the chat template in {self.folder} leaves out what the assistant says. Remove it"
-            )
+            raise self._silent_template()
         return Rendered(ids, mask)
+
+    def _silent_template(self) -> UserError:
+        return UserError(
+            tr(
+                "the chat template in {folder} leaves out what the assistant says. Remove it",
+                folder=self.folder,
+            )
+        )
 
     def _render_with_calls(self, conversation: Conversation) -> Rendered:
         """Return what render() does, for a conversation with calls, reasoning or options."""
@@ -568,15 +582,16 @@ class FolderTokenizer:
         marked_text = self._text(marked, reply=False, **options)
         if answers.without_marks(marked_text) != text:
             raise UserError(
-                f"the chat template in {self.folder} rewrites what the assistant says, so nobody "
-                "knows what to train; use another template"
+                tr(
+                    "the chat template in {folder} rewrites what the assistant says, so "
+                    "nobody knows what to train; use another template",
+                    folder=self.folder,
+                )
             )
         stops = [text for text, token in self._specials.items() if token in self.stops]
         spans = answers.spans(marked_text, conversation.messages, self._opening, stops)
         if marked != plain and not spans:
-            raise UserError(
-                f"the chat template in {self.folder} leaves out what the assistant says. Remove it"
-            )
+            raise self._silent_template()
         ids: list[int] = []
         mask: list[int] = []
         position = 0
@@ -608,8 +623,12 @@ class FolderTokenizer:
         unknown = sorted(asked_for - known)
         if unknown:
             raise UserError(
-                f"the chat template in {self.folder} does not write {unknown[0]!r}. Leave such "
-                "records out, or fine-tune a model whose template writes them"
+                tr(
+                    "the chat template in {folder} does not write {field!r}. Leave such "
+                    "records out, or fine-tune a model whose template writes them",
+                    folder=self.folder,
+                    field=unknown[0],
+                )
             )
 
     def render_prompt(self, conversation: Conversation) -> list[int]:

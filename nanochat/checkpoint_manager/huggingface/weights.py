@@ -57,8 +57,14 @@ def _files(folder: Path) -> list[Path]:
     for name in names:
         if Path(name).name != name or len(name) > MAX_NAME_LENGTH:
             raise UserError(
-                f"{index} names {reprlib.repr(name)}, and files must lie in the model's folder and "
-                f"have names of at most {MAX_NAME_LENGTH} characters. {_copy_again()}"
+                tr(
+                    "{index} names {name}, and files must lie in the model's folder and "
+                    "have names of at most {max_name_length} characters. {copy}",
+                    index=index,
+                    name=reprlib.repr(name),
+                    max_name_length=MAX_NAME_LENGTH,
+                    copy=_copy_again(),
+                )
             )
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
@@ -87,7 +93,9 @@ def _indexed_files(index: Path) -> list[str]:
         names = list(weight_map.values())
         if all(isinstance(name, str) for name in names):
             return sorted({PurePosixPath(name).as_posix() for name in names})
-    raise UserError(f"{index} is no index of safetensors files. {_copy_again()}")
+    raise UserError(
+        tr("{index} is no index of safetensors files. {copy}", index=index, copy=_copy_again())
+    )
 
 
 def folder_mark(folder: Path) -> str:
@@ -150,7 +158,14 @@ class Weights:
             slices = self._scales
             name = name.removesuffix(SCALE)
         if name in slices:
-            raise UserError(f"{path} holds {name}, which another file holds too. {_copy_again()}")
+            raise UserError(
+                tr(
+                    "{path} holds {name}, which another file holds too. {copy}",
+                    path=path,
+                    name=name,
+                    copy=_copy_again(),
+                )
+            )
         slices[name] = tensor_slice
 
     def check(self, model: Qwen, folder: Path) -> None:
@@ -172,9 +187,16 @@ class Weights:
         wrong = []
         for name in sorted({*expected, *shapes}):
             if expected.get(name) != shapes.get(name):
-                in_files = shapes.get(name, "missing")
-                in_model = expected.get(name, "nowhere")
-                wrong.append(f"{name} is {in_files} in the files and {in_model} in the model")
+                in_files = shapes.get(name, tr("missing"))
+                in_model = expected.get(name, tr("nowhere"))
+                wrong.append(
+                    tr(
+                        "{name} is {in_files} in the files and {in_model} in the model",
+                        name=name,
+                        in_files=in_files,
+                        in_model=in_model,
+                    )
+                )
         if wrong:
             raise UserError(
                 tr(
@@ -189,16 +211,36 @@ class Weights:
         for name, tensor_slice in self._slices.items():
             problem = scale_problem(tensor_slice, self._scales.get(name))
             if problem:
-                raise UserError(f"{name} in {folder} {problem}. {_copy_again()}")
+                raise UserError(
+                    tr(
+                        "{name} in {folder} {problem}. {copy}",
+                        name=name,
+                        folder=folder,
+                        problem=problem,
+                        copy=_copy_again(),
+                    )
+                )
         lost = self._scales.keys() - self._slices.keys()
         if lost:
-            raise UserError(f"{folder} has factors of {min(lost)} without it. {_copy_again()}")
+            raise UserError(
+                tr(
+                    "{folder} has factors of {name} without it. {copy}",
+                    folder=folder,
+                    name=min(lost),
+                    copy=_copy_again(),
+                )
+            )
         if head is not None and not self._is_embedding(head, shapes[EMBEDDING]):
             raise UserError(
-                f"{folder} has a {HEAD} that differs from {EMBEDDING}, but its config.json says "
-                "with tie_word_embeddings that both are the same. If the head is a matrix of its "
-                f"own, set tie_word_embeddings to false in config.json, else delete {HEAD} from "
-                "the files"
+                tr(
+                    "{folder} has a {head} that differs from {embedding}, but its "
+                    "config.json says with tie_word_embeddings that both are the same. If "
+                    "the head is a matrix of its own, set tie_word_embeddings to false in "
+                    "config.json, else delete {head} from the files",
+                    folder=folder,
+                    head=HEAD,
+                    embedding=EMBEDDING,
+                )
             )
 
     def _is_embedding(self, head: Any, shape: list[int]) -> bool:

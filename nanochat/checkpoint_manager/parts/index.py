@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanochat.common import parse_json, write_json
+from nanochat.common import parse_json, tr, write_json
 
 INDEX = "model.safetensors.index.json"
 
@@ -66,7 +66,13 @@ def read_index(folder: Path) -> Places:
         for name, file in content["weight_map"].items():
             places[name] = _pieces(file, rows.get(name))
     except (ValueError, KeyError, TypeError, AttributeError) as failure:
-        raise ValueError(f"{INDEX} is no index of safetensors files ({failure!r})") from failure
+        raise ValueError(
+            tr(
+                "{index} is no index of safetensors files ({failure!r})",
+                index=INDEX,
+                failure=failure,
+            )
+        ) from failure
     for name, pieces in places.items():
         _check_pieces(folder, name, pieces)
     return places
@@ -96,9 +102,24 @@ def _check_pieces(folder: Path, name: str, pieces: list[Piece]) -> None:
     next_row: int | None = 0
     for file, first, end in pieces:
         if Path(file).name != file:
-            raise ValueError(f"{INDEX} names {json.dumps(file)}, which lies outside its folder")
+            raise ValueError(
+                tr(
+                    "{index} names {file}, which lies outside its folder",
+                    index=INDEX,
+                    file=json.dumps(file),
+                )
+            )
         if not (folder / file).is_file():
-            raise ValueError(f"{INDEX} names {file} for {name}, and that file is missing")
+            raise ValueError(
+                tr(
+                    "{index} names {file} for {name}, and that file is missing",
+                    index=INDEX,
+                    file=file,
+                    name=name,
+                )
+            )
         if first != next_row:
-            raise ValueError(f"{INDEX} has a gap between the rows of {name}")
+            raise ValueError(
+                tr("{index} has a gap between the rows of {name}", index=INDEX, name=name)
+            )
         next_row = end

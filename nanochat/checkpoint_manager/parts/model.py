@@ -231,7 +231,12 @@ def _joined(
         content = contents[piece.file]
         if name not in content:
             raise ValueError(
-                f"{INDEX} names {piece.file} for {name}, which that file does not hold"
+                tr(
+                    "{index} names {file} for {name}, which that file does not hold",
+                    index=INDEX,
+                    file=piece.file,
+                    name=name,
+                )
             )
         tensors.append(content[name])
     if len(tensors) == 1:
@@ -240,5 +245,7 @@ def _joined(
     row_counts = [len(tensor) for tensor in tensors]
     ends = [piece.first + rows for piece, rows in zip(pieces, row_counts, strict=True)]
     if len(kinds) > 1 or ends != [piece.end for piece in pieces]:
-        raise ValueError(f"the files hold other rows of {name} than {INDEX} says")
+        raise ValueError(
+            tr("the files hold other rows of {name} than {index} says", name=name, index=INDEX)
+        )
     return SplitParameter(tuple(tensors))

@@ -248,7 +248,14 @@ def _retrying(
             if failures >= limit:
                 raise _gave_up(problem, failures, progress(), url, transfer.hint) from problem
             wait = _wait_seconds(failures, problem.wait_seconds, patience)
-            transfer.say(f"{url.rpartition('/')[2]}: {problem}; trying again in {wait:.0f} s")
+            transfer.say(
+                tr(
+                    "{file}: {problem}; trying again in {wait:.0f} s",
+                    file=url.rpartition("/")[2],
+                    problem=problem,
+                    wait=wait,
+                )
+            )
             if transfer.stop.wait(wait):
                 raise _Abandoned from problem
 
@@ -270,8 +277,10 @@ def _gave_up(
     url: str,
     hint: str,
 ) -> UserError:
-    tries = f"{failures} attempts" if failures > 1 else "1 attempt"
-    saved = f" The {arrived:,} bytes that arrived are kept as a .part file." if arrived else ""
+    tries = tr("{failures} attempts", failures=failures) if failures > 1 else tr("1 attempt")
+    saved = ""
+    if arrived:
+        saved = tr(" The {arrived:,} bytes that arrived are kept as a .part file.", arrived=arrived)
     return UserError(
         tr(
             "could not download {url}: {problem} ({tries}).{saved} {hint}",
@@ -322,7 +331,7 @@ def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
             total = _total(response, transfer)
             if response.status_code == 416:  # the .part file is complete, or of another file
                 if total != offset:
-                    why = "the part on disk does not belong to the file"
+                    why = tr("the part on disk does not belong to the file")
                     raise _start_over(file, transfer, why)
             else:
                 _check_range(response, file, offset, transfer)
@@ -333,7 +342,10 @@ def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
         file.flush()
         os.fsync(file.fileno())
         if promised_sha256 and sha256_of(partial_path) != promised_sha256:
-            why = f"the downloaded file does not have the promised SHA-256 {promised_sha256}"
+            why = tr(
+                "the downloaded file does not have the promised SHA-256 {sha256}",
+                sha256=promised_sha256,
+            )
             raise _start_over(file, transfer, why)
         try:
             transfer.check(partial_path)
@@ -360,7 +372,7 @@ def _check_range(
     """
     if response.status_code == 206:
         if _first_byte(response) != offset:
-            raise _start_over(file, transfer, "the server sent a range that was not asked for")
+            raise _start_over(file, transfer, tr("the server sent a range that was not asked for"))
     elif offset:  # the server does not support ranges, or the file has changed
         _empty(file, transfer)
 
@@ -389,20 +401,45 @@ def _receive(
             if transfer.stop.is_set():
                 raise _Abandoned
     except requests.RequestException as failure:
-        so_far = f"at {file.tell():,} of {total:,} bytes" if total else f"at {file.tell():,} bytes"
-        raise _Retry(f"the connection broke off {so_far}: {_in_one_line(failure)}") from failure
+        reason = _in_one_line(failure)
+        if total:
+            broken = tr(
+                "the connection broke off at {arrived:,} of {total:,} bytes: {reason}",
+                arrived=file.tell(),
+                total=total,
+                reason=reason,
+            )
+        else:
+            broken = tr(
+                "the connection broke off at {arrived:,} bytes: {reason}",
+                arrived=file.tell(),
+                reason=reason,
+            )
+        raise _Retry(broken) from failure
     arrived = file.tell()
     if total is not None and arrived < total:
-        raise _Retry(f"the connection ended at {arrived:,} of {total:,} bytes")
+        raise _Retry(
+            tr(
+                "the connection ended at {arrived:,} of {total:,} bytes",
+                arrived=arrived,
+                total=total,
+            )
+        )
     if total is not None and arrived > limit:
-        why = f"{arrived:,} bytes arrived for a file of {total:,}"
+        why = tr("{arrived:,} bytes arrived for a file of {total:,}", arrived=arrived, total=total)
         raise _start_over(file, transfer, why)
     if arrived > limit:
         _empty(file, transfer)
         raise UserError(
-            f"could not download {response.url}: the server does not say how large the file is, "
-            f"and has sent {arrived:,} bytes, which leaves less than {RESERVE / 1e9:.0f} GB of the "
-            f"disk free. Nothing was kept. {transfer.hint}"
+            tr(
+                "could not download {url}: the server does not say how large the file is, "
+                "and has sent {arrived:,} bytes, which leaves less than {reserve:.0f} GB "
+                "of the disk free. Nothing was kept. {hint}",
+                url=response.url,
+                arrived=arrived,
+                reserve=RESERVE / 1000000000.0,
+                hint=transfer.hint,
+            )
         )
 
 
@@ -424,7 +461,12 @@ def _request(
         requests.exceptions.InvalidSchema,
         requests.exceptions.MissingSchema,
     ) as failure:
-        problem = f"{url!r} is not a web address: {failure}. {transfer.hint}"
+        problem = tr(
+            "{url!r} is not a web address: {failure}. {hint}",
+            url=url,
+            failure=failure,
+            hint=transfer.hint,
+        )
         raise UserError(problem.rstrip()) from failure
     except requests.RequestException as failure:
         raise _Retry(_in_one_line(failure)) from failure
@@ -435,9 +477,18 @@ def _request(
     response.close()
     if status in (408, 429) or status >= 500:
         wait_seconds = _retry_after(response)
-        raise _Retry(f"the server answered {status} {response.reason}", wait_seconds)
+        raise _Retry(
+            tr("the server answered {status} {reason}", status=status, reason=response.reason),
+            wait_seconds,
+        )
     advice = how_to_be_admitted(url) if status in (401, 403) else transfer.hint
-    problem = f"could not download {url}: the server answered {status} {response.reason}. {advice}"
+    problem = tr(
+        "could not download {url}: the server answered {status} {reason}. {advice}",
+        url=url,
+        status=status,
+        reason=response.reason,
+        advice=advice,
+    )
     raise UserError(problem.rstrip())
 
 
@@ -483,9 +534,12 @@ def _total(response: requests.Response, transfer: _Transfer) -> int | None:
     if size in ("", "*"):
         return None
     if not re.fullmatch("[0-9]{1,15}", size):
-        problem = (
-            f"could not download {response.url}: the server gives {size[:40]!r} as the size of the "
-            f"file, which must be a number of bytes. {transfer.hint}"
+        problem = tr(
+            "could not download {url}: the server gives {size!r} as the size of the "
+            "file, which must be a number of bytes. {hint}",
+            url=response.url,
+            size=size[:40],
+            hint=transfer.hint,
         )
         raise UserError(problem.rstrip())
     return int(size)
@@ -544,12 +598,12 @@ def _in_one_line(failure: requests.RequestException) -> str:
     """Return a one-line description of a network failure."""
     text = str(failure)
     if isinstance(failure, requests.Timeout) or "timed out" in text:
-        return "no answer in time"
+        return tr("no answer in time")
     if isinstance(failure, requests.exceptions.ProxyError):
-        return "the proxy could not be reached"
+        return tr("the proxy could not be reached")
     if isinstance(failure, requests.exceptions.SSLError):
-        return f"no secure connection ({text[:200]})"
+        return tr("no secure connection ({reason})", reason=text[:200])
     if "NameResolutionError" in text or "Name or service" in text:
-        return "the server's name could not be resolved"
+        return tr("the server's name could not be resolved")
     match = re.search(r"\[Errno -?\d+\] ([^'\")]+)", text)
     return match.group(1).lower() if match else text[:200]

@@ -15,15 +15,6 @@ from typing import BinaryIO, cast
 from nanochat.common import UserError, tr
 
 _GZIP = b"\x1f\x8b"
-# What other files begin with, what they are, and what to do.
-_OTHER_KINDS = (
-    (b"PK\x03\x04", "a zip archive or a spreadsheet", "unpack it, or save the sheet as CSV"),
-    (b"\x28\xb5\x2f\xfd", "compressed with zstd", "unpack it with: zstd -d {name}"),
-    (b"\xfd7zXZ", "compressed with xz", "unpack it with: xz -dk {name}"),
-    (b"BZh", "compressed with bzip2", "unpack it with: bunzip2 -k {name}"),
-    (b"%PDF", "a PDF", "convert it to text"),
-    (b"version https://git-lfs", "a pointer of Git LFS", "fetch the file with: git lfs pull"),
-)
 _MARKS = (
     (b"\xff\xfe\x00\x00", "utf-32"),
     (b"\x00\x00\xfe\xff", "utf-32"),
@@ -74,20 +65,46 @@ def _opened(path: Path) -> BinaryIO:
 
 def _encoding(start: bytes, path: Path) -> str:
     """Return the encoding of a file from its first bytes. Raises UserError if it is no text."""
-    for beginning, kind, remedy in _OTHER_KINDS:
+    for beginning, kind, remedy in _other_kinds(quote(path.name)):
         if start.startswith(beginning):
-            advice = remedy.format(name=quote(path.name))
-            raise UserError(f"{path} is no text but {kind}; {advice}")
+            raise UserError(
+                tr(
+                    "{path} is no text but {kind}; {advice}",
+                    path=path,
+                    kind=kind,
+                    advice=remedy,
+                )
+            )
     for mark, encoding in _MARKS:
         if start.startswith(mark):
             return encoding
     if b"\0" in start:
         order = "UTF-16LE" if start[1:2] == b"\0" else "UTF-16BE"
         raise UserError(
-            f"{path} is not UTF-8: it holds bytes of value 0, as UTF-16 without a byte order mark "
-            f"does. Convert the file: {_iconv(order, path)}"
+            tr(
+                "{path} is not UTF-8: it holds bytes of value 0, as UTF-16 without a byte "
+                "order mark does. Convert the file: {command}",
+                path=path,
+                command=_iconv(order, path),
+            )
         )
     return "utf-8-sig"
+
+
+def _other_kinds(name: str) -> Iterator[tuple[bytes, str, str]]:
+    """Yield what other files begin with, what they are, and what to do with the file `name`."""
+    table = tr("a zip archive or a spreadsheet")
+    yield b"PK\x03\x04", table, tr("unpack it, or save the sheet as CSV")
+    yield b"\x28\xb5\x2f\xfd", tr("compressed with zstd"), _unpack(f"zstd -d {name}")
+    yield b"\xfd7zXZ", tr("compressed with xz"), _unpack(f"xz -dk {name}")
+    yield b"BZh", tr("compressed with bzip2"), _unpack(f"bunzip2 -k {name}")
+    yield b"%PDF", tr("a PDF"), tr("convert it to text")
+    pointer = tr("a pointer of Git LFS")
+    yield b"version https://git-lfs", pointer, tr("fetch the file with: git lfs pull")
+
+
+def _unpack(command: str) -> str:
+    return tr("unpack it with: {command}", command=command)
 
 
 def _decoded(file: BinaryIO, encoding: str) -> Iterator[str]:

@@ -89,7 +89,9 @@ def download(
         begun = sum(part_size(remote.path) for remote in missing)
         check_space(corpus.folder, total - begun)
         write_about()  # before the download, so that a stopped one is known to be incomplete
-        with bars(f"{corpus.name}, {len(missing)} shards", total, "B") as bar:
+        with bars(
+            tr("{corpus}, {count} shards", corpus=corpus.name, count=len(missing)), total, "B"
+        ) as bar:
             bar.advance(begun, skipped=True)
             arrived = fetch_all(
                 missing,
@@ -152,17 +154,23 @@ def has_columns(source: Source) -> Callable[[Path], None]:
         try:
             schema = pq.read_schema(path)
         except (pa.ArrowException, OSError) as failure:
-            raise ValueError(
-                f"the file is not parquet: {str(failure).splitlines()[0]}"
-            ) from failure
+            reason = str(failure).splitlines()[0]
+            raise ValueError(tr("the file is not parquet: {reason}", reason=reason)) from failure
         has_all = all(column in schema.names for column in source.columns)
         if not has_all or str(schema.field(COLUMN).type) not in ("string", "large_string"):
             columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
             raise UserError(
-                f"{source.title} has changed: {path} has the columns {columns}, and must have "
-                f"{', '.join(source.columns)} with {COLUMN} as text. Delete the file and take "
-                "another corpus, or import such files as your own with --data DIR --text_column "
-                "COLUMN"
+                tr(
+                    "{title} has changed: {path} has the columns {columns}, and must have "
+                    "{needed} with {column} as text. Delete the file and take another "
+                    "corpus, or import such files as your own with --data DIR "
+                    "--text_column COLUMN",
+                    title=source.title,
+                    path=path,
+                    columns=columns,
+                    needed=", ".join(source.columns),
+                    column=COLUMN,
+                )
             )
 
     return check

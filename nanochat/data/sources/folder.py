@@ -180,7 +180,7 @@ def _write(
     Warns if documents had been left out of the old corpus, because they are included again.
     """
     dropped = read_about(corpus.folder).get(DROPPED, {})
-    with bars(corpus.name, None, "documents") as bar:
+    with bars(corpus.name, None, tr("documents")) as bar:
 
         def counted() -> Iterator[str]:
             for text in texts:
@@ -188,7 +188,7 @@ def _write(
                 bar.advance(1)
 
         about = write_shards(corpus.folder, counted(), about=about)
-    log(f"wrote {_summary(about)} to {corpus.folder}")
+    log(tr("wrote {summary} to {folder}", summary=_summary(about), folder=corpus.folder))
     if dropped.get("documents"):  # the indices in the old lists now mean other documents
         warn(
             tr(
@@ -205,7 +205,11 @@ def _write(
 def _summary(about: dict[str, Any]) -> str:
     counts = about["documents"]
     characters = about["characters"]
-    return (
-        f"{counts['train']:,} documents ({characters['train']:,} characters) for training, "
-        f"{counts['val']:,} held out, {len(about['shards'])} shards"
+    return tr(
+        "{documents:,} documents ({characters:,} characters) for training, {held_out:,} held out, "
+        "{shards} shards",
+        documents=counts["train"],
+        characters=characters["train"],
+        held_out=counts["val"],
+        shards=len(about["shards"]),
     )

@@ -4,6 +4,8 @@ import os
 from typing import Literal
 from urllib.parse import urlsplit
 
+from nanochat.common import tr
+
 HUB = "https://huggingface.co"
 MODELSCOPE = "https://modelscope.cn"
 
@@ -59,14 +61,21 @@ def how_to_be_admitted(url: str) -> str:
     """
     page, separator, _ = url.partition("/resolve/")
     if not separator or "/datasets/" not in page:
-        return f"If the data needs an account, set HF_TOKEN, which is sent only to {HUB}."
+        return tr(
+            "If the data needs an account, set HF_TOKEN, which is sent only to {hub}.", hub=HUB
+        )
     if "/resolve/master/" in url:
-        return (
-            f"The data needs an account of ModelScope: accept its terms on {page}, fetch it with "
-            "ModelScope's own program, and import the folder with --data DIR."
+        return tr(
+            "The data needs an account of ModelScope: accept its terms on {page}, "
+            "fetch it with ModelScope's own program, and import the folder with --data "
+            "DIR.",
+            page=page,
         )
     page = HUB + page[page.index("/datasets/") :]
-    return (
-        f"The data needs an account: accept its terms on {page}, and set HF_TOKEN to an access "
-        f"token of that account. The token is sent only to {HUB}, so leave HF_ENDPOINT unset."
+    return tr(
+        "The data needs an account: accept its terms on {page}, and set HF_TOKEN to an "
+        "access token of that account. The token is sent only to {hub}, so leave "
+        "HF_ENDPOINT unset.",
+        page=page,
+        hub=HUB,
     )

@@ -4,7 +4,7 @@ import glob
 from collections.abc import Collection
 from pathlib import Path
 
-from nanochat.common import log
+from nanochat.common import log, tr
 
 
 def ending(path: Path) -> str:
@@ -64,5 +64,12 @@ def readable_files(
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         (hidden if is_hidden else files).append(path)
     if hidden and say:
-        log(f"{folder}: {len(hidden):,} hidden files are passed over, such as {hidden[0].name}")
+        log(
+            tr(
+                "{folder}: {count:,} hidden files are passed over, such as {first}",
+                folder=folder,
+                count=len(hidden),
+                first=hidden[0].name,
+            )
+        )
     return files

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import requests
 from requests.auth import AuthBase
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 
 DIRECT = {"http": "", "https": ""}  # no proxy, whatever the environment says
 PROXY_VARIABLES = (
@@ -64,8 +64,11 @@ def request(
             raise
         names = [name for name in PROXY_VARIABLES if os.environ.get(name, "").startswith("socks")]
         raise UserError(
-            f"{' and '.join(names) or 'a proxy variable'} names a SOCKS proxy, which needs another "
-            "package: pip install pysocks, or set https_proxy to the address of an HTTP proxy",
+            tr(
+                "{variables} names a SOCKS proxy, which needs another package: pip install "
+                "pysocks, or set https_proxy to the address of an HTTP proxy",
+                variables=" and ".join(names) or "a proxy variable",
+            ),
             exit_code=2,
         ) from failure
 

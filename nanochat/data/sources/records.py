@@ -82,11 +82,16 @@ def _rows(path: Path) -> Iterator[Entry]:
             for batch in file.iter_batches(batch_size=1_000):
                 for row in batch.to_pylist():
                     number += 1
-                    yield Entry(f"row {number}", without_nulls(row))
+                    yield Entry(tr("row {number}", number=number), without_nulls(row))
     except (pa.ArrowException, OSError) as failure:
         raise UserError(
-            f"{path} cannot be read after row {number:,}: {failure}. Get the file again or leave "
-            "it out"
+            tr(
+                "{path} cannot be read after row {number:,}: {failure}. Get the file again "
+                "or leave it out",
+                path=path,
+                number=number,
+                failure=failure,
+            )
         ) from failure
 
 
@@ -105,15 +110,22 @@ def _table(path: Path) -> Iterator[Entry]:
     reader = csv.DictReader(_checked(path), restkey="", strict=True)
     try:
         for row in reader:
-            place = f"line {reader.line_num}"
+            place = tr("line {number}", number=reader.line_num)
             if "" in row or None in row.values():
-                yield Entry(place, problem=f"it needs {len(reader.fieldnames or ())} cells")
+                yield Entry(
+                    place, problem=tr("it needs {cells} cells", cells=len(reader.fieldnames or ()))
+                )
             else:
                 yield Entry(place, row)
     except csv.Error as failure:
         raise UserError(
-            f"{path}, line {reader.line_num} is not CSV: {failure}. Save the table again as CSV "
-            "with commas"
+            tr(
+                "{path}, line {line} is not CSV: {failure}. Save the table again as CSV "
+                "with commas",
+                path=path,
+                line=reader.line_num,
+                failure=failure,
+            )
         ) from failure
 
 
@@ -122,7 +134,9 @@ def _checked(path: Path) -> Iterator[str]:
     for number, line in lines(path):
         problem = problem_of(line, path)
         if problem:
-            raise UserError(f"{path}, line {number}: {problem}")
+            raise UserError(
+                tr("{path}, line {number}: {problem}", path=path, number=number, problem=problem)
+            )
         yield line
 
 
@@ -156,7 +170,7 @@ def _value(
     path: Path,
 ) -> Entry:
     """Return the value of a line."""
-    place = f"line {number}"
+    place = tr("line {number}", number=number)
     problem = problem_of(line, path)
     if problem:
         return Entry(place, problem=problem)
@@ -187,13 +201,19 @@ def _values_over_lines(path: Path, surely: bool) -> list[Entry]:
             value, next_end = decoder.raw_decode(text, position)
         except json.JSONDecodeError as broken:
             if values or surely:
-                mistake = f"{broken.msg}, column {broken.colno}; nothing after it can be read"
-                reason = tr("this is not JSON: {reason}", reason=mistake)
-                values.append(Entry(f"line {broken.lineno}", problem=reason))
+                reason = tr(
+                    "this is not JSON: {reason}, column {column}; nothing after it can be read",
+                    reason=broken.msg,
+                    column=broken.colno,
+                )
+                values.append(Entry(tr("line {number}", number=broken.lineno), problem=reason))
             return values
         except RecursionError:
-            return [*values, Entry(f"line {line}", problem="it is nested too deeply")]
-        values.append(Entry(f"line {line}", value))
+            return [
+                *values,
+                Entry(tr("line {number}", number=line), problem=tr("it is nested too deeply")),
+            ]
+        values.append(Entry(tr("line {number}", number=line), value))
         line += text.count("\n", position, next_end)
         end = next_end
         position = _next_value(text, end)
@@ -215,16 +235,22 @@ def _records_in(entry: Entry) -> Iterator[Entry]:
     if isinstance(value, Mapping) and isinstance(value.get(_WRAPPER), list):
         others = [key for key in value if key not in (_WRAPPER, *_ABOUT)]
         if others:
-            problem = f'beside "{_WRAPPER}" there are keys that belong to no record: {others[:5]}'
-            yield Entry(entry.place or "item 1", problem=problem)
+            problem = tr(
+                'beside "{wrapper}" there are keys that belong to no record: {others}',
+                wrapper=_WRAPPER,
+                others=others[:5],
+            )
+            yield Entry(entry.place or tr("item {number}", number=1), problem=problem)
             return
         value = value[_WRAPPER]
     elif not isinstance(value, list) or _is_conversation(value):
-        yield Entry(entry.place or "item 1", value, entry.problem)
+        yield Entry(entry.place or tr("item {number}", number=1), value, entry.problem)
         return
-    before = f"{entry.place}, " if entry.place else ""
     for number, item in enumerate(value, start=1):
-        yield Entry(f"{before}item {number}", item)
+        place = tr("item {number}", number=number)
+        if entry.place:
+            place = tr("{line}, {item}", line=entry.place, item=place)
+        yield Entry(place, item)
 
 
 def _is_conversation(values: list[Any]) -> bool:

@@ -112,7 +112,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, Any]]:
         row = 0
         for values in read_column(path, column):
             for text in values:
-                yield f"{path} row {row}", text
+                yield tr("{path} row {row}", path=path, row=row), text
                 row += 1
     except UserError:
         raise
@@ -161,18 +161,21 @@ def _read_txt(path: Path, column: str) -> Iterator[tuple[str, Any]]:
     for number, line in lines(path):
         problem = problem_of(line, path)
         if problem:
-            yield f"{path} line {number}", Problem(problem)
+            yield tr("{path} line {number}", path=path, number=number), Problem(problem)
             continue
         is_blank = not line.strip()
         if line.strip() == END_OF_TEXT or (is_blank and length > LONG_TXT):
-            yield f"{path} line {last_line + 1}", "".join(document).strip()
+            yield (
+                tr("{path} line {number}", path=path, number=last_line + 1),
+                "".join(document).strip(),
+            )
             document = []
             length = 0
             last_line = number
         else:
             document.append(line)
             length += len(line)
-    yield f"{path} line {last_line + 1}", "".join(document).strip()
+    yield tr("{path} line {number}", path=path, number=last_line + 1), "".join(document).strip()
 
 
 READERS = {
@@ -188,7 +191,7 @@ def _no_column(
     column: str,
     names: list[str],
 ) -> UserError:
-    fields = ", ".join(names) or "none"
+    fields = ", ".join(names) or tr("none")
     return UserError(
         tr(
             "{where} has no field {column!r}; its fields: {fields}. Choose one with --text_column",
@@ -206,9 +209,15 @@ def _no_text(
     kind: str,
     text_fields: list[str],
 ) -> UserError:
-    fields = ", ".join(text_fields) or "none"
+    fields = ", ".join(text_fields) or tr("none")
     return UserError(
-        f"{where}: {column!r} must be text, got {kind}; its fields with text: {fields}. Choose one "
-        "with --text_column, or fix the file",
+        tr(
+            "{where}: {column!r} must be text, got {kind}; its fields with text: {fields}. "
+            "Choose one with --text_column, or fix the file",
+            where=where,
+            column=column,
+            kind=kind,
+            fields=fields,
+        ),
         2,
     )

@@ -174,9 +174,13 @@ def _use_existing_files(remotes: list[Remote], folder: Path) -> None:
             fetched_again.append(remote.url)
     if fetched_again:
         log(
-            f"{len(fetched_again)} file(s) of an earlier version of this program are fetched "
-            "again: nothing tells whether they came from the same addresses; the first is "
-            f"{fetched_again[0]}"
+            tr(
+                "{count} file(s) of an earlier version of this program are fetched again: "
+                "nothing tells whether they came from the same addresses; the first is "
+                "{first}",
+                count=len(fetched_again),
+                first=fetched_again[0],
+            )
         )
 
 
@@ -199,7 +203,9 @@ def _fetch(
         group.append(remote)
     begun = sum(part_size(remote.path) for remote in missing)
     check_space(folder, total - begun)
-    with bars(f"{name}, {len(missing)} files", total or None, "B") as bar:
+    with bars(
+        tr("{name}, {count} files", name=name, count=len(missing)), total or None, "B"
+    ) as bar:
         bar.advance(begun, skipped=True)
         for group in (hub_files, other_files):
             if group:

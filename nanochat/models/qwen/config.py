@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 
 
 @dataclass(frozen=True)
@@ -39,31 +39,43 @@ class QwenConfig:
 
     def __post_init__(self) -> None:
         rules = (
-            ("n_head", self.n_head, "a multiple of n_kv_head", self.n_head % self.n_kv_head == 0),
-            ("head_dim", self.head_dim, "even, for rotary embeddings", self.head_dim % 2 == 0),
+            (
+                "n_head",
+                self.n_head,
+                tr("a multiple of n_kv_head"),
+                self.n_head % self.n_kv_head == 0,
+            ),
+            ("head_dim", self.head_dim, tr("even, for rotary embeddings"), self.head_dim % 2 == 0),
             (
                 "rotary_dim",
                 self.rotary_dim,
-                "even and at most head_dim",
+                tr("even and at most head_dim"),
                 self.rotary_dim % 2 == 0 and 0 <= self.rotary_dim <= self.head_dim,
             ),
             (
                 "layers",
                 self.layers,
-                "made of A and D",
+                tr("made of A and D"),
                 bool(self.layers) and not set(self.layers) - set("AD"),
             ),
             (
                 "delta_value_heads",
                 self.delta_value_heads,
-                "a multiple of delta_key_heads",
+                tr("a multiple of delta_key_heads"),
                 self.delta_value_heads % self.delta_key_heads == 0,
             ),
-            ("delta_width", self.delta_width, "at least 2", self.delta_width >= 2),
+            (
+                "delta_width",
+                self.delta_width,
+                tr("at least {least}", least=2),
+                self.delta_width >= 2,
+            ),
         )
         for name, value, rule, holds in rules:
             if not holds:
-                raise UserError(f"{name} must be {rule}, got {value!r}")
+                raise UserError(
+                    tr("{name} must be {rule}, got {value!r}", name=name, rule=rule, value=value)
+                )
 
     @property
     def rotated(self) -> int:

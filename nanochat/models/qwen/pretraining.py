@@ -1,6 +1,6 @@
 """The shape of a Qwen3 to pretrain, and checks of flags that do not apply to it."""
 
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, tr
 from nanochat.models.qwen.config import QwenConfig
 
 
@@ -11,13 +11,19 @@ def check_flags(bigram_rows: int | str, window_pattern: str, gpt_pattern: str) -
     """
     if bigram_rows not in (0, "auto"):
         raise UserError(
-            f"a Qwen3 has no bigrams, got --bigram_rows={bigram_rows}: leave the flag out",
+            tr(
+                "a Qwen3 has no bigrams, got --bigram_rows={bigram_rows}: leave the flag out",
+                bigram_rows=bigram_rows,
+            ),
             exit_code=2,
         )
     if window_pattern not in (gpt_pattern, "L"):
         raise UserError(
-            "a Qwen3 sees the whole context in every layer, got "
-            f"--window_pattern={window_pattern}: leave the flag out",
+            tr(
+                "a Qwen3 sees the whole context in every layer, got "
+                "--window_pattern={window_pattern}: leave the flag out",
+                window_pattern=window_pattern,
+            ),
             exit_code=2,
         )
 
@@ -50,6 +56,8 @@ def advise(pattern: str) -> None:
     """Log a warning if llama.cpp cannot split texts by a tokenizer's split pattern."""
     if pattern != "qwen2":
         log(
-            "llama.cpp does not split texts as this tokenizer does: if the model is to become a "
-            "GGUF file, stop, and train the tokenizer with --pattern qwen2"
+            tr(
+                "llama.cpp does not split texts as this tokenizer does: if the model is to "
+                "become a GGUF file, stop, and train the tokenizer with --pattern qwen2"
+            )
         )

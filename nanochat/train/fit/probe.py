@@ -48,7 +48,14 @@ def fit(batch: Batch, model: Model, optimizers: Optimizers, length: int, compute
         optimizers.zero_grad()
         memory.start_watch(compute)
     passes = rows_of_rank // rows
-    log(f"device_batch_size: {rows} rows a pass, {passes} pass(es) a step ({why})")
+    log(
+        tr(
+            "device_batch_size: {rows} rows a pass, {passes} pass(es) a step ({why})",
+            rows=rows,
+            passes=passes,
+            why=why,
+        )
+    )
     return replace(batch, device_batch_size=rows, passes=passes, probe=False)
 
 
@@ -77,14 +84,19 @@ def largest(
         if len(tried) >= 2:
             expected = _expected(tried, size)
             if expected > budget:
-                return tried[-1][0], f"{size} would take {_gib(expected)} of {_gib(budget)}"
+                return tried[-1][0], tr(
+                    "{size} would take {expected} of {budget}",
+                    size=size,
+                    expected=_gib(expected),
+                    budget=_gib(budget),
+                )
         try:
             peak_bytes = attempt(size)
         except RuntimeError as failure:
             if not memory.ran_out(failure):
                 raise
             if tried and compute.world_size == 1:
-                return tried[-1][0], f"{size} ran out of memory"
+                return tried[-1][0], tr("{size} ran out of memory", size=size)
             raise memory.advice(size, size) from failure
         peak_bytes = -parallel.least(-peak_bytes, compute)
         if peak_bytes > budget and not tried:
@@ -98,9 +110,14 @@ def largest(
                 )
             )
         if peak_bytes > budget:
-            return tried[-1][0], f"{size} took {_gib(peak_bytes)} of {_gib(budget)}"
+            return tried[-1][0], tr(
+                "{size} took {peak} of {budget}",
+                size=size,
+                peak=_gib(peak_bytes),
+                budget=_gib(budget),
+            )
         tried.append((size, peak_bytes))
-    return tried[-1][0], "a rank's rows of a step"
+    return tried[-1][0], tr("a rank's rows of a step")
 
 
 def _expected(tried: Sequence[tuple[int, int]], size: int) -> float:
