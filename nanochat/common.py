@@ -90,6 +90,13 @@ def tr(template: str, **values: Any) -> str:
     return _catalogue(language()).gettext(template).format(**values)
 
 
+def tr_help(text: str) -> str:
+    """Return a help text in the user's language; one that the catalogue lacks stays English."""
+    plain = " ".join(text.split())
+    chinese = _catalogue(language()).pgettext("help", plain) if plain else ""
+    return text if chinese == plain else chinese
+
+
 class UserError(ValueError):
     """A problem that the user can fix, with a message that says what happened and what to do.
 
@@ -403,6 +410,7 @@ def values_of(config: Any) -> dict[str, Any]:
     return values
 
 
+_HELP = {"-h", "--help", "--help_all", "--help-all"}
 _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -478,51 +486,23 @@ def parse(
     switches = {name: kind for name, kind in kinds.items() if kind}
     words = old_flags.translated(sys.argv[1:] if argv is None else argv, kinds)
     words = _plain_flags(words, switches)
-    help_config: type[Any] = config
-    rare_count = sum(RARE in flag.marks for flag in flags)
-    if rare_count and {"-h", "--help"} & {*words}:
-        help_config = _without_rare(config)
-        hint = tr("--help_all shows {count} more flags, which few need.", count=rare_count)
-        description = f"{description.rstrip()}\n\n{hint}" if description else hint
-    words = ["--help" if word in ("--help_all", "--help-all") else word for word in words]
     module = sys.modules["__main__"].__spec__
     program = None
     if module and module.name != "__main__":
         program = f"python -m {module.name.removesuffix('.__main__')}"
-    return tyro.cli(
-        help_config,
+    read = functools.partial(
+        tyro.cli,
         prog=program,
-        args=words,
-        description=_indented_commands(description),
         console_outputs=rank() == 0,  # all ranks have the same command line: one prints its errors
         config=(tyro.conf.OmitArgPrefixes,),
     )
-
-
-def _without_rare(config: Any) -> type[Any]:
-    """Return a subclass of a configuration for --help, in which rare flags are hidden."""
-    hints = typing.get_type_hints(config, include_extras=True)
-    changed: dict[str, Any] = {}
-    defaults: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        hint = hints[field.name]
-        if RARE in getattr(hint, "__metadata__", ()):
-            changed[field.name] = Annotated[hint, tyro.conf.Suppress]
-            defaults[field.name] = field.default
-        elif dataclasses.is_dataclass(hint):
-            group = _without_rare(hint)
-            names = [member.name for member in dataclasses.fields(hint)]
-            changed[field.name] = group
-            defaults[field.name] = group(**{name: getattr(field.default, name) for name in names})
-    body = {"__annotations__": changed, "__doc__": config.__doc__, **defaults}
-    return dataclasses.dataclass(frozen=True)(type(config.__name__, (config,), body))
-
-
-def _indented_commands(description: str | None) -> str | None:
-    """Return a docstring with its launch lines indented, because tyro joins lines of plain text."""
-    if not description:
-        return description
-    return re.sub(r"\n+(?=(python|torchrun|echo) )", "\n  ", description)
+    if _HELP & {*words}:  # tyro prints the help and ends the process
+        help_texts = required_appendix("nanochat.data.help_texts", "--help")
+        help_texts.show(config, description, not {"-h", "--help"} & {*words}, read)
+    if language() == "zh" and (help_texts := appendix("nanochat.data.help_texts")):
+        with help_texts.refusals(config):
+            return read(config, args=words)
+    return read(config, args=words)
 
 
 def settings(config: Any) -> dict[str, Any]:

@@ -82,13 +82,13 @@ def choose(requested: str | None) -> tuple[str, str, str]:
                     why=why,
                 )
             )
-        return requested, PLATFORMS[requested].backend, "asked for"
+        return requested, PLATFORMS[requested].backend, tr("asked for")
     passed_over = []
     for name, platform in PLATFORMS.items():
         why = platform().unavailable()
         if not why:
-            return name, platform.backend, "; ".join(passed_over) or "first choice"
-        passed_over.append(f"no {name}: {why}")
+            return name, platform.backend, "; ".join(passed_over) or tr("first choice")
+        passed_over.append(tr("no {name}: {why}", name=name, why=why))
     raise AssertionError("the CPU is always there")
 
 
@@ -97,7 +97,7 @@ try:
     device_type, backend, reason = choose(os.environ.get("NANOCHAT_DEVICE"))
 except UserError as _mistake:  # raised at the first use, because an import must not end a program
     device_type = backend = reason = ""
-    _refusal = UserError(f"{_mistake} (NANOCHAT_DEVICE)", _mistake.exit_code)
+    _refusal = UserError(tr("{mistake} (NANOCHAT_DEVICE)", mistake=_mistake), _mistake.exit_code)
 
 
 def chosen() -> tuple[str, str, str]:
@@ -207,9 +207,23 @@ def compute_init(requested: str | None = None, kernels: str = "auto") -> Compute
         _join(platform)
     platform.ranks_met(rank, local_rank, world_size)
     if rank == 0:
-        job = f", {world_size} ranks over {collectives}" if world_size > 1 else ""
+        job = ""
+        if world_size > 1:
+            job = tr(
+                ", {ranks} ranks over {collectives}", ranks=world_size, collectives=collectives
+            )
         short = dtype_name(dtype)
-        print(f"device: {platform.describe()} ({why}) | {short} ({dtype_reason}){job}", flush=True)
+        print(
+            tr(
+                "device: {describe} ({why}) | {short} ({dtype_reason}){job}",
+                describe=platform.describe(),
+                why=why,
+                short=short,
+                dtype_reason=dtype_reason,
+                job=job,
+            ),
+            flush=True,
+        )
     operations = platform.operations(requested_kernels(kernels))
     return Compute(
         device,
@@ -425,14 +439,18 @@ def _matmul_flops(compute: Compute) -> tuple[float, str]:
     """
     if not compute.platform.runs_beside_host:
         best = min(_matmul_seconds(compute, 1024, 1) for _ in range(5))
-        return 2 * 1024**3 / best, "a matmul of 1024 x 1024 x 1024 measured at start"
+        return 2 * 1024**3 / best, tr("a matmul of 1024 x 1024 x 1024 measured at start")
     size, count = 512, 1
     while (seconds := _matmul_seconds(compute, size, count)) < 0.1 and count < 1 << 20:
         size, count = (2 * size, 1) if size < 8192 and seconds < 0.01 else (size, 2 * count)
     seconds = min(seconds, _matmul_seconds(compute, size, count))
     return (
         2 * size**3 * count / seconds,
-        f"unknown peak; {count} matmuls of {size} x {size} x {size} measured at start",
+        tr(
+            "unknown peak; {count} matmuls of {size} x {size} x {size} measured at start",
+            count=count,
+            size=size,
+        ),
     )
 
 
@@ -466,5 +484,5 @@ if __name__ == "__main__":
         _matmul = _platform.preset_matmul(_dtype_chosen)
         print(_name, _format, _platform.count(), _speed, _matmul)
     except UserError as _mistake:
-        complain(f"error: {_mistake}")
+        complain(tr("error: {mistake}", mistake=_mistake))
         sys.exit(_mistake.exit_code)

@@ -20,7 +20,7 @@ from pathlib import Path
 from nanochat import device
 from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.huggingface.folders import published_folder
-from nanochat.common import UserError, run
+from nanochat.common import UserError, run, tr
 from nanochat.models.lora import LoraConfig
 from nanochat.planner import calibration, recipes, tables
 from nanochat.planner.calibration import rates_for
@@ -93,36 +93,74 @@ class Config:
 
 def explain(plan: Plan, chip: Chip, rates: Rates | None, source: str) -> str:
     """Return one or two lines that explain a plan; `source` says where its `rates` come from."""
-    fit = f"{chip.name} x {plan.ranks}: {plan.rows_that_fit} rows fit {chip.memory_gib:.0f} GiB"
-    disk = amount(plan.disk, "B")
-    needs = f"{plan.memory / 2**30:.0f} GiB a card, up to {disk} of disk for all stages"
+    fit = tr(
+        "{chip} x {ranks}: {rows} rows fit {memory:.0f} GiB",
+        chip=chip.name,
+        ranks=plan.ranks,
+        rows=plan.rows_that_fit,
+        memory=chip.memory_gib,
+    )
+    needs = tr(
+        "{memory:.0f} GiB a card, up to {disk} of disk for all stages",
+        memory=plan.memory / 2**30,
+        disk=amount(plan.disk, "B"),
+    )
     if plan.step is None or rates is None:
-        return (
-            f"{fit}; planned by memory alone, because no peak of this chip is known: {needs}. "
-            f"`{device.MEASURE}` measures its speed"
+        return tr(
+            "{fit}; planned by memory alone, because no peak of this chip is known: {needs}. "
+            "`{command}` measures its speed",
+            fit=fit,
+            needs=needs,
+            command=device.MEASURE,
         )
     seconds = plan.step.one_pass
-    bound = "compute-bound" if seconds.compute_bound else "bound by the host"
+    bound = tr("compute-bound") if seconds.compute_bound else tr("bound by the host")
     smallest = least_rows(plan.size, rates, program_of(chip.name))
-    plural = "s" if smallest > 1 else ""
     speed = tables.rounded(plan.step.tokens_per_second)
-    mfu = "unknown peak" if plan.mfu is None else f"MFU {100 * plan.mfu:.0f} %"
-    return (
-        f"{fit}; a pass of {plan.rows} takes the host about {1000 * seconds.host:.0f} ms and "
-        f"the card {1000 * seconds.card:.0f} ms: {bound} "
-        f"(compute-bound from {smallest} row{plural})\n"
-        f"predicted, ± {plan.within} %: {speed} tokens/s, {mfu}, {plan.hours:,.1f} hours for "
-        f"{plan.tokens / 1e9:,.1f} billion tokens; {needs} ({source})"
+    mfu = tr("unknown peak") if plan.mfu is None else f"MFU {100 * plan.mfu:.0f} %"
+    if smallest > 1:
+        threshold = tr("compute-bound from {rows} rows", rows=smallest)
+    else:
+        threshold = tr("compute-bound from {rows} row", rows=smallest)
+    one_pass = tr(
+        "{fit}; a pass of {rows} takes the host about {host:.0f} ms and the card {card:.0f} ms: "
+        "{bound} ({threshold})",
+        fit=fit,
+        rows=plan.rows,
+        host=1000 * seconds.host,
+        card=1000 * seconds.card,
+        bound=bound,
+        threshold=threshold,
     )
+    forecast = tr(
+        "predicted, ± {within} %: {speed} tokens/s, {mfu}, {hours:,.1f} hours for {tokens:,.1f} "
+        "billion tokens; {needs} ({source})",
+        within=plan.within,
+        speed=speed,
+        mfu=mfu,
+        hours=plan.hours,
+        tokens=plan.tokens / 1e9,
+        needs=needs,
+        source=source,
+    )
+    return f"{one_pass}\n{forecast}"
 
 
 def check_fits(depth: int, plan: Plan, chip: Chip) -> None:
     """Raise UserError if a plan needs more memory than one card has."""
     if plan.memory > chip.memory_gib * 2**30:
         raise UserError(
-            f"a model of depth {depth} must fit into the {chip.memory_gib:.0f} GiB of a "
-            f"{chip.name}, but needs {plan.memory / 2**30:.1f} GiB on each of {plan.ranks} card(s) "
-            f"with {plan.rows} row(s) a pass. Take a smaller --depth, or more cards with --ranks"
+            tr(
+                "a model of depth {depth} must fit into the {memory_gib:.0f} GiB of a "
+                "{name}, but needs {memory:.1f} GiB on each of {ranks} card(s) with {rows} "
+                "row(s) a pass. Take a smaller --depth, or more cards with --ranks",
+                depth=depth,
+                memory_gib=chip.memory_gib,
+                name=chip.name,
+                memory=plan.memory / 2**30,
+                ranks=plan.ranks,
+                rows=plan.rows,
+            )
         )
 
 
@@ -133,7 +171,14 @@ def tuning_of(cfg: Config, folder: Path, ranks: int) -> Tuning:
     """
     for flag in ("device_batch_size", "max_length"):
         if getattr(cfg, flag) < 1:
-            raise UserError(f"--{flag} must be at least 1, got {getattr(cfg, flag)}", exit_code=2)
+            raise UserError(
+                tr(
+                    "--{flag} must be at least 1, got {value}",
+                    flag=flag,
+                    value=getattr(cfg, flag),
+                ),
+                exit_code=2,
+            )
     shape = read_config(published_folder(folder), cfg.max_length)
     lora = LoraConfig(cfg.lora_rank) if cfg.lora_rank else None
     return Tuning(
@@ -179,20 +224,32 @@ def chip_named(spelled: str) -> Chip:
     names = ", ".join(chip.name for chip in chips)
     if len(chips) > 1:
         raise UserError(
-            f"--chip={spelled} may mean {names}, which differ in speed or memory: name one of "
-            "them. The tools of the driver show which chip a server has",
+            tr(
+                "--chip={spelled} may mean {names}, which differ in speed or memory: name "
+                "one of them. The tools of the driver show which chip a server has",
+                spelled=spelled,
+                names=names,
+            ),
             exit_code=2,
         )
     if chips and (chips[0].tflops or not chips[0].trains):
         return chips[0]
     if chips:
         raise UserError(
-            f"--chip must be a kind with a known peak, got {spelled!r}. A {names} is planned by its "
-            "memory, on a host that has such a card: leave out --chip there",
+            tr(
+                "--chip must be a kind with a known peak, got {spelled!r}. A {names} is "
+                "planned by its memory, on a host that has such a card: leave out --chip "
+                "there",
+                spelled=spelled,
+                names=names,
+            ),
             exit_code=2,
         )
     names = ", ".join(chip.name for chip in device.planned())
-    raise UserError(f"--chip must be one of {names}, got {spelled!r}", exit_code=2)
+    raise UserError(
+        tr("--chip must be one of {names}, got {spelled!r}", names=names, spelled=spelled),
+        exit_code=2,
+    )
 
 
 def finetune_table(
@@ -207,11 +264,17 @@ def finetune_table(
     default = Config()
     for flag in ("device_batch_size", "checkpoint_activations", "offload_activations", "shard"):
         if getattr(cfg, flag) != getattr(default, flag):
-            raise UserError(f"--finetune chooses --{flag} itself: leave it out", exit_code=2)
+            raise UserError(
+                tr("--finetune chooses --{flag} itself: leave it out", flag=flag), exit_code=2
+            )
     for flag in ("tokens", "lora_rank", "max_length"):
         if getattr(cfg, flag) < 1:
             raise UserError(
-                f"--{flag} must be at least 1 with --finetune, got {getattr(cfg, flag)}",
+                tr(
+                    "--{flag} must be at least 1 with --finetune, got {value}",
+                    flag=flag,
+                    value=getattr(cfg, flag),
+                ),
                 exit_code=2,
             )
     models = recipes.default_models(cfg.max_length)
@@ -234,7 +297,7 @@ def main(cfg: Config) -> None:
     """Print the planned flags or, if `cfg` asks for one, a table or a forecast of fine-tuning."""
     chip = chip_named(cfg.chip) if cfg.chip else None
     if cfg.ranks < 0:
-        raise UserError(f"--ranks must be at least 1, got {cfg.ranks}", exit_code=2)
+        raise UserError(tr("--ranks must be at least 1, got {ranks}", ranks=cfg.ranks), exit_code=2)
     if cfg.published_memory:
         print_speeds()
         print_published()
@@ -253,8 +316,10 @@ def main(cfg: Config) -> None:
         ranks = ranks or host_cards
     if chip is None:
         raise UserError(
-            "this host has no card of a known kind; name a kind with --chip and a number of cards "
-            "with --ranks"
+            tr(
+                "this host has no card of a known kind; name a kind with --chip and a number "
+                "of cards with --ranks"
+            )
         )
     if cfg.finetune:
         print(finetune_table(cfg, chip, bench))

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import UserError, base_dir, read_json, write_json
+from nanochat.common import UserError, base_dir, read_json, tr, write_json
 from nanochat.device import MEASURE
 from nanochat.planner.cards import LINK, RATINGS, SHAPES, Rates, rates_of
 from nanochat.platforms.base import Chip
@@ -91,7 +91,14 @@ def read(path: Path) -> Bench | None:
     content = read_json(path)
     problem = _problem(content)
     if problem:
-        raise UserError(f"{path} cannot be used: {problem}. Delete it, or measure again: {MEASURE}")
+        raise UserError(
+            tr(
+                "{path} cannot be used: {problem}. Delete it, or measure again: {measure}",
+                path=path,
+                problem=problem,
+                measure=MEASURE,
+            )
+        )
     return Bench(**{field.name: content[field.name] for field in fields(Bench)})
 
 
@@ -122,5 +129,5 @@ def rates_for(chip: Chip, bench: Bench | None) -> tuple[Rates | None, str]:
     data sheet.
     """
     if bench is not None and bench.chip == chip.name:
-        return rates_from(bench), f"measured on your cards, {NAME}"
-    return rates_of(chip), "data sheet and shares that others have measured"
+        return rates_from(bench), tr("measured on your cards, {file}", file=NAME)
+    return rates_of(chip), tr("data sheet and shares that others have measured")

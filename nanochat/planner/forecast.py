@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from nanochat import device
 from nanochat.checkpoint_manager.families import cast_matrices, families, family_of, on_meta
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.context import Packed
 from nanochat.device import DTYPES, MASTER, Compute
 from nanochat.models.lora import LoraConfig, add_adapters
@@ -114,8 +114,10 @@ def forecasts(tunings: Sequence[Tuning]) -> Iterator[Memory]:
         if process.returncode:
             errors.seek(0)
             messages = [line.strip() for line in errors if line.strip()]
-            reason = messages[-1] if messages else "it said nothing"
-            raise UserError(f"the memory of a step could not be forecast: {reason}")
+            reason = messages[-1] if messages else tr("it said nothing")
+            raise UserError(
+                tr("the memory of a step could not be forecast: {reason}", reason=reason)
+            )
 
 
 class Ledger(TorchDispatchMode):

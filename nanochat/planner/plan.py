@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nanochat import schedule
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.planner.cards import Rates
 from nanochat.planner.programs import program_of
 from nanochat.planner.roofline import Step, step_of
@@ -75,7 +75,10 @@ def check_trains(chip: Chip) -> None:
     """Raise UserError if cards of this kind are for inference only."""
     if not chip.trains:
         raise UserError(
-            f"{chip.name} cards are for inference only: train elsewhere, then chat here"
+            tr(
+                "{name} cards are for inference only: train elsewhere, then chat here",
+                name=chip.name,
+            )
         )
 
 
@@ -97,8 +100,14 @@ def plan_of(
     unit = size.shape.sequence_len * ranks
     if batch % unit or batch < unit:
         raise UserError(
-            f"total_batch_size must be a multiple of {unit:,} ({ranks} card(s) x "
-            f"{size.shape.sequence_len} tokens), got {batch:,}",
+            tr(
+                "total_batch_size must be a multiple of {unit:,} ({ranks} card(s) x "
+                "{sequence_len} tokens), got {batch:,}",
+                unit=unit,
+                ranks=ranks,
+                sequence_len=size.shape.sequence_len,
+                batch=batch,
+            ),
             exit_code=2,
         )
     fitting_rows = sizes.rows_that_fit(chip.memory_gib * 2**30, size.shape, size.parameters)

@@ -154,7 +154,7 @@ def check_fits(
         error = _forecast_error(tuning, budget, available, memory_of)
     if not parallel.agree(int(error is None), compute):
         raise error or UserError(
-            "the step does not fit the memory; rank 0 says what would", exit_code=2
+            tr("the step does not fit the memory; rank 0 says what would"), exit_code=2
         )
 
 
@@ -178,8 +178,13 @@ def _forecast_error(
     peak = progress.memory(memory.peak)
     state = progress.memory(memory.state)
     log(
-        f"memory: {peak} of each card's {progress.memory(available)} (forecast); weights, masters and "
-        f"moments are {state} of that"
+        tr(
+            "memory: {peak} of each card's {memory} (forecast); weights, masters and "
+            "moments are {state} of that",
+            peak=peak,
+            memory=progress.memory(available),
+            state=state,
+        )
     )
     return None
 
@@ -196,8 +201,16 @@ def print_forecast(tuning: Tuning, name: str, chip: Chip) -> None:
     peak = progress.memory(memory.peak)
     state = progress.memory(memory.state)
     print(
-        f"{chip.name} x {tuning.ranks}: a step of {name} takes {peak} of each card's "
-        f"{progress.memory(capacity)}; weights, masters and moments are {state} of that",
+        tr(
+            "{chip} x {ranks}: a step of {model} takes {peak} of each card's {memory}; "
+            "weights, masters and moments are {state} of that",
+            chip=chip.name,
+            ranks=tuning.ranks,
+            model=name,
+            peak=peak,
+            memory=progress.memory(capacity),
+            state=state,
+        ),
         file=sys.stderr,
     )
     print(flags_of(tuning))

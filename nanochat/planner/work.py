@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Rates, saved_bytes
 from nanochat.train.sizes import table_rows
@@ -49,7 +49,12 @@ def size_of(
     """
     if depth < 1 or vocab_size < 1:
         raise UserError(
-            f"depth and vocab_size must be at least 1, got {depth} and {vocab_size}", exit_code=2
+            tr(
+                "depth and vocab_size must be at least 1, got {depth} and {vocab_size}",
+                depth=depth,
+                vocab_size=vocab_size,
+            ),
+            exit_code=2,
         )
     head_dim = 128 if depth >= 8 else 64
     heads = math.ceil(depth * 64 / head_dim)

@@ -14,7 +14,7 @@ from typing import Any, Protocol, get_args
 
 import torch
 
-from nanochat.common import UserError, warn
+from nanochat.common import UserError, tr, warn
 from nanochat.model import Model
 from nanochat.platforms import host
 from nanochat.platforms.operations import KernelChoice, Matmul, Operations
@@ -70,8 +70,12 @@ def check_bf16(model: Model, matmul: Matmul) -> None:
     """Raise UserError (exit code 2) if a model does not compute in bf16, which `matmul` needs."""
     if model.dtype != torch.bfloat16:
         raise UserError(
-            f"--matmul {matmul} needs a model that computes in bfloat16, but this one computes in "
-            f"{dtype_name(model.dtype)}: leave --matmul out, or set NANOCHAT_DTYPE=bfloat16",
+            tr(
+                "--matmul {matmul} needs a model that computes in bfloat16, but this one "
+                "computes in {dtype_name}: leave --matmul out, or set NANOCHAT_DTYPE=bfloat16",
+                matmul=matmul,
+                dtype_name=dtype_name(model.dtype),
+            ),
             exit_code=2,
         )
 
@@ -88,7 +92,9 @@ def requested_kernels(flag: str) -> KernelChoice:
     for choice in get_args(KernelChoice):
         if name == choice:
             return choice
-    raise UserError(f"NANOCHAT_KERNELS must be auto, fused or plain, got {name!r}", exit_code=2)
+    raise UserError(
+        tr("NANOCHAT_KERNELS must be auto, fused or plain, got {name!r}", name=name), exit_code=2
+    )
 
 
 class Platform:
@@ -171,8 +177,11 @@ class Platform:
         Raises UserError (exit code 2) if the device or the model does not support FP8.
         """
         raise UserError(
-            "--matmul fp8 needs a GPU that multiplies in FP8 (compute capability 8.9 or later), "
-            f"but the device is {self.describe()}: leave --matmul out",
+            tr(
+                "--matmul fp8 needs a GPU that multiplies in FP8 (compute capability 8.9 or "
+                "later), but the device is {describe}: leave --matmul out",
+                describe=self.describe(),
+            ),
             exit_code=2,
         )
 
@@ -182,8 +191,11 @@ class Platform:
         Raises UserError (exit code 2) if the device or the model does not support this.
         """
         raise UserError(
-            "--matmul int8 needs the C++ kernels for CPUs, but the device is "
-            f"{self.describe()}: leave --matmul out",
+            tr(
+                "--matmul int8 needs the C++ kernels for CPUs, but the device is {describe}: "
+                "leave --matmul out",
+                describe=self.describe(),
+            ),
             exit_code=2,
         )
 
@@ -206,8 +218,13 @@ class Platform:
         count = self.count()
         if self.index >= count:
             raise UserError(
-                f"this host shows {count} {self.name} device(s), but the launcher started local rank {self.index}; "
-                f"use --nproc_per_node={count} or fewer"
+                tr(
+                    "this host shows {count} {name} device(s), but the launcher started local "
+                    "rank {index}; use --nproc_per_node={count} or fewer",
+                    count=count,
+                    name=self.name,
+                    index=self.index,
+                )
             )
         try:
             self.module.set_device(self.index)
@@ -276,8 +293,11 @@ class Platform:
         """Raise UserError if `choice` is fused, for platforms that have no fused kernels."""
         if choice == "fused":
             raise UserError(
-                f"--kernels fused was asked for, but the device is {self.name}, which has no fused kernels of its own; "
-                "leave --kernels out"
+                tr(
+                    "--kernels fused was asked for, but the device is {name}, which has no fused "
+                    "kernels of its own; leave --kernels out",
+                    name=self.name,
+                )
             )
 
     def synchronize(self) -> None:

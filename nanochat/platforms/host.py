@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from nanochat.common import UserError, warn
+from nanochat.common import UserError, tr, warn
 from nanochat.data import limits
 
 MEMORY = Path("/proc/meminfo")
@@ -41,12 +41,12 @@ def bf16_unit() -> tuple[bool, str]:
     """
     flags = cpu_flags()
     if "amx_bf16" in flags:
-        return True, "the CPU has amx_bf16"
+        return True, tr("the CPU has amx_bf16")
     if "avx512_bf16" not in flags:
-        return False, "the CPU has neither AMX nor AVX512-BF16"
+        return False, tr("the CPU has neither AMX nor AVX512-BF16")
     if _cpuinfo("vendor_id") == "GenuineIntel":
-        return False, "Intel's avx512_bf16 without AMX is slower than fp32"
-    return True, "the CPU has avx512_bf16"
+        return False, tr("Intel's avx512_bf16 without AMX is slower than fp32")
+    return True, tr("the CPU has avx512_bf16")
 
 
 def cpu_model() -> str:
@@ -158,7 +158,7 @@ def _is_usable(folder: Path, is_named: bool = False) -> bool:
             return False
         why = str(failure)
     if why:
-        warn(f"compiled code is not loaded from {folder}: {why}")
+        warn(tr("compiled code is not loaded from {folder}: {why}", folder=folder, why=why))
         return False
     return is_named or os.access(folder, os.W_OK)
 
@@ -167,18 +167,26 @@ def not_private(folder: Path) -> str:
     """Return why another user could write into a folder or replace it, or "" if none could."""
     about = folder.stat()
     if about.st_uid not in (os.geteuid(), 0):
-        return (
-            f"it belongs to user {about.st_uid}, and must belong to user {os.geteuid()}, who runs "
-            "this command"
+        return tr(
+            "it belongs to user {owner}, and must belong to user {user}, who runs this command",
+            owner=about.st_uid,
+            user=os.geteuid(),
         )
     if others_write(about):
         command = f"chmod go-w {shlex.quote(str(folder))}"
-        return f"other users may write to it; if you trust what it holds, run `{command}`"
+        return tr(
+            "other users may write to it; if you trust what it holds, run `{command}`",
+            command=command,
+        )
     for parent in {*folder.absolute().parents, *folder.resolve().parents}:
         about = parent.stat()
         can_rename = not about.st_mode & stat.S_ISVTX  # with this bit, others cannot
         if can_rename and others_write(about):
-            return f"other users may write to {parent}; run `chmod go-w {shlex.quote(str(parent))}`"
+            return tr(
+                "other users may write to {parent}; run `chmod go-w {quoted}`",
+                parent=parent,
+                quoted=shlex.quote(str(parent)),
+            )
     return ""
 
 
@@ -298,9 +306,14 @@ def read_ranks(met: bool, environ: Mapping[str, str] = os.environ) -> Ranks:
         present = [name for name in PLACE if variables[name]]
         settings = ", ".join(f"{name}={variables[name]}" for name in present)
         raise UserError(
-            f"{settings}: this process is part of a job of several, "
-            f"but {', '.join(missing)} must be set too. Start the job with torchrun or python -m "
-            f"nanochat.runtime.launch, which set them all; to run one process alone: unset {' '.join(present)}",
+            tr(
+                "{settings}: this process is part of a job of several, but {missing} must be "
+                "set too. Start the job with torchrun or python -m nanochat.runtime.launch, "
+                "which set them all; to run one process alone: unset {present}",
+                settings=settings,
+                missing=", ".join(missing),
+                present=" ".join(present),
+            ),
             exit_code=2,
         )
     world_size = _number_in(variables, "WORLD_SIZE", 1)
@@ -330,9 +343,18 @@ def _number_in(
         number = int(word)
         if smallest <= number and (largest is None or number <= largest):
             return number
-    rule = f"at least {smallest}" if largest is None else f"from {smallest} to {largest}"
+    if largest is None:
+        rule = tr("at least {smallest}", smallest=smallest)
+    else:
+        rule = tr("from {smallest} to {largest}", smallest=smallest, largest=largest)
     raise UserError(
-        f"{name} must be a number {rule}, got {word!r}. torchrun and python -m nanochat.runtime.launch set it; to "
-        f"run one process alone: unset {' '.join(PLACE)}",
+        tr(
+            "{name} must be a number {rule}, got {word!r}. torchrun and python -m "
+            "nanochat.runtime.launch set it; to run one process alone: unset {place}",
+            name=name,
+            rule=rule,
+            word=word,
+            place=" ".join(PLACE),
+        ),
         exit_code=2,
     )

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat.common import UserError, appendix
+from nanochat.common import UserError, appendix, tr
 from nanochat.context import Context, whole_rows
 from nanochat.gpt import GPT, MLP, QK_SCALE, Block, CausalSelfAttention, Head, offset_keys
 from nanochat.linear import Linear
@@ -320,7 +320,13 @@ def check_sides(matrices: Mapping[str, Linear], multiple: int, number_format: st
         for size in (matrix.in_features, matrix.out_features):
             if size % multiple:
                 raise UserError(
-                    f"{number_format} needs matrices whose sides are multiples of {multiple}, and "
-                    f"{name} has {size}: choose another --model_dim, or leave --matmul out",
+                    tr(
+                        "{number_format} needs matrices whose sides are multiples of {multiple}, and "
+                        "{name} has {size}: choose another --model_dim, or leave --matmul out",
+                        number_format=number_format,
+                        multiple=multiple,
+                        name=name,
+                        size=size,
+                    ),
                     exit_code=2,
                 )

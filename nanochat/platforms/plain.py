@@ -71,7 +71,8 @@ class Host(Platform):
 
     def describe(self) -> str:
         """Return the processor's name and the number of threads that torch uses."""
-        return f"{host.cpu_model()}, {torch.get_num_threads()} thread(s)"
+        threads = torch.get_num_threads()
+        return tr("{cpu}, {threads} thread(s)", cpu=host.cpu_model(), threads=threads)
 
     @property
     def collectives(self) -> str:
@@ -108,9 +109,10 @@ class Host(Platform):
         if dtype == torch.bfloat16:
             return ""
         name = dtype_name(dtype)
-        return (
+        return tr(
             "8-bit matrices are faster only where a CPU computes in bfloat16, and this one "
-            f"computes in {name}"
+            "computes in {name}",
+            name=name,
         )
 
     def memory_total(self) -> int:
@@ -145,10 +147,10 @@ class Host(Platform):
     def compiler_missing(self) -> str:
         """Return what torch.compile needs but the host lacks, or "" if nothing is missing."""
         if host.compiler() is None:
-            return "no C++ compiler (g++) was found"
+            return tr("no C++ compiler (g++) was found")
         headers = sysconfig.get_paths()["include"]
         if not os.path.exists(os.path.join(headers, "Python.h")):
-            return "Python's headers (python3-dev) were not found"
+            return tr("Python's headers (python3-dev) were not found")
         return ""
 
     def prepare_compiling(self) -> None:

@@ -113,7 +113,14 @@ def _differences(ranks: list[dict[str, str]]) -> list[str]:
             value = facts.get(name, "missing")
             value_of_rank_0 = ranks[0].get(name, "missing")
             if value != value_of_rank_0:
-                differences.append(f"{name} is {value} on rank {rank}, {value_of_rank_0} on rank 0")
+                difference = tr(
+                    "{name} is {value} on rank {rank}, {value_of_rank_0} on rank 0",
+                    name=name,
+                    value=value,
+                    rank=rank,
+                    value_of_rank_0=value_of_rank_0,
+                )
+                differences.append(difference)
     return differences
 
 

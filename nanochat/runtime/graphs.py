@@ -98,7 +98,13 @@ class GraphedModel(nn.Module):
         tokens = torch.zeros(shape, dtype=torch.long, device=compute.device)
         self._replay = compute.platform.graphed(self.model, (tokens, tokens.clone()))
         model.zero_grad()
-        log(f"graphs: a pass of {shape[0]} x {shape[1]} tokens was captured, forward and backward")
+        log(
+            tr(
+                "graphs: a pass of {rows} x {row_tokens} tokens was captured, forward and backward",
+                rows=shape[0],
+                row_tokens=shape[1],
+            )
+        )
 
     def forward(self, inputs: Tensor, targets: Tensor, reduction: str, **extras: Tensor) -> Tensor:
         """Return the sum of the losses, a tensor (), as model(inputs, targets, "sum") does.
@@ -108,8 +114,13 @@ class GraphedModel(nn.Module):
         shape = tuple(inputs.shape)
         if reduction != "sum" or extras or shape != self.shape:
             raise UserError(
-                f"--graphs needs passes of one shape, without {' or '.join(extras) or 'weights'}: "
-                f"{self.shape} was captured, and a pass of {shape} came. Leave --graphs out."
+                tr(
+                    "--graphs needs passes of one shape, without {extras}: {captured} was captured, "
+                    "and a pass of {shape} came. Leave --graphs out.",
+                    extras=" or ".join(extras) or "weights",
+                    captured=self.shape,
+                    shape=shape,
+                )
             )
         self._copy_gradients()
         return self._replay(inputs, targets)

@@ -30,16 +30,11 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import parse_args, run
 
-from nanochat.common import note_end
+from nanochat.common import note_end, tr
 
 LOOPBACK = "127.0.0.1"
 MEETING_SECONDS = 60
 ONE_HOST = ("1", "1:1")  # values of --nnodes
-RESUMES = ". The same command, without --resume, resumes"
-OUT_OF_MEMORY = (
-    ". If nobody killed it, the host ran out of memory, as `dmesg` shows: use fewer ranks, or "
-    f"lower --device_batch_size{RESUMES}"
-)
 
 
 class OneHost(StaticTCPRendezvous):
@@ -90,13 +85,28 @@ def reason(failures: Mapping[int, ProcessFailure]) -> str:
     if isinstance(note, dict):
         return _noted_reason(rank, str(note["message"]), failures)
     if failure.exitcode == -signal.SIGKILL:
-        return f"error: rank {rank} was killed (SIGKILL){OUT_OF_MEMORY}"
-    if failure.exitcode < 0:
-        return (
-            f"error: rank {rank} was ended by {failure.signal_name()}; the lines above may say "
-            f"why{RESUMES}"
+        return tr(
+            "error: rank {rank} was killed (SIGKILL). {advice}", rank=rank, advice=_memory_advice()
         )
-    return f"error: rank {rank} ended with code {failure.exitcode}; the lines above say why"
+    if failure.exitcode < 0:
+        return tr(
+            "error: rank {rank} was ended by {signal}; the lines above may say why. The same "
+            "command, without --resume, resumes",
+            rank=rank,
+            signal=failure.signal_name(),
+        )
+    return tr(
+        "error: rank {rank} ended with code {code}; the lines above say why",
+        rank=rank,
+        code=failure.exitcode,
+    )
+
+
+def _memory_advice() -> str:
+    return tr(
+        "If nobody killed it, the host ran out of memory, as `dmesg` shows: use fewer ranks, or "
+        "lower --device_batch_size. The same command, without --resume, resumes"
+    )
 
 
 def _noted_reason(rank: int, text: str, failures: Mapping[int, ProcessFailure]) -> str:
@@ -105,10 +115,16 @@ def _noted_reason(rank: int, text: str, failures: Mapping[int, ProcessFailure]) 
     If the message says that another rank is gone, and that rank was killed, add the likely cause.
     """
     if "(rank " not in text:
-        text = f"error: {text} (rank {rank})"
+        text = tr("error: {mistake}", mistake=f"{text} (rank {rank})")
     for other, failure in failures.items():
-        if failure.exitcode == -signal.SIGKILL and f"rank {other} is gone" in text:
-            return f"{text} Rank {other} was killed (SIGKILL){OUT_OF_MEMORY}"
+        is_named = tr("rank {rank} is gone", rank=other) in text
+        if failure.exitcode == -signal.SIGKILL and is_named:
+            return tr(
+                "{text} Rank {rank} was killed (SIGKILL). {advice}",
+                text=text,
+                rank=other,
+                advice=_memory_advice(),
+            )
     return text
 
 
@@ -138,12 +154,16 @@ def main(words: Sequence[str]) -> int:
         return end(reason(failure.failures), code if code > 0 else 128 - code)
     except SignalException as stop:
         return end(
-            f"stopped by {stop.sigval.name}; the same command, without --resume, resumes",
+            tr(
+                "stopped by {signal}; the same command, without --resume, resumes",
+                signal=stop.sigval.name,
+            ),
             128 + stop.sigval,
         )
     except (DistError, RendezvousConnectionError) as failure:
         why = no_meeting(str(failure.__cause__ or failure))
-        return end(f"error: {why} (launcher of host {options.node_rank})", 1)
+        message = tr("error: {why} (launcher of host {host})", why=why, host=options.node_rank)
+        return end(message, 1)
 
 
 def no_meeting(failure: str) -> str:
@@ -154,9 +174,10 @@ def no_meeting(failure: str) -> str:
 
         port = re.search(r"port: (\d+)", failure)
         return port_words(port[1] if port else "")
-    return (
-        f"the hosts did not meet: {failure.splitlines()[0]}. Start the command on every host "
-        "within a minute, with one address and port of the first host, which the others must reach"
+    return tr(
+        "the hosts did not meet: {why}. Start the command on every host within a minute, with one "
+        "address and port of the first host, which the others must reach",
+        why=failure.splitlines()[0],
     )
 
 

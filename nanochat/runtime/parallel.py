@@ -444,9 +444,12 @@ def check_shapes(model: nn.Module, values: Mapping[str, Rows]) -> None:
             wrong.append(f"{name}: {value_shape} given, {model_shape} in the model")
     if wrong:
         raise UserError(
-            f"the parameters do not fit the model: {'; '.join(wrong[:3])}. They belong to a model "
-            "of another shape: load this model's own checkpoint, or build the model from the "
-            "meta.json beside the parameters."
+            tr(
+                "the parameters do not fit the model: {wrong}. They belong to a model of "
+                "another shape: load this model's own checkpoint, or build the model from "
+                "the meta.json beside the parameters.",
+                wrong="; ".join(wrong[:3]),
+            )
         )
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nanochat import device
-from nanochat.common import UserError, log, warn, write_atomic, write_json
+from nanochat.common import UserError, log, tr, warn, write_atomic, write_json
 from nanochat.device import Compute
 from nanochat.platforms import base
 from nanochat.runtime import timeline
@@ -305,7 +305,7 @@ class Profile:
         try:
             traced, path = self.tracer.finish()
         except UserError as failure:
-            warn(f"no trace of rank {self.compute.rank}: {failure}")
+            warn(tr("no trace of rank {rank}: {failure}", rank=self.compute.rank, failure=failure))
             return None, []
         return traced, [str(path)]
 
@@ -336,17 +336,30 @@ class Profile:
         table_file = self.folder / "profile.txt"
         write_json(self.folder / FILE, content)
         write_atomic(table_file, text + "\n")
-        log("profile: " + text)
-        traces = "".join(f"; trace: {file}" for file in files)
-        log(f"profile: {table_file}{traces}; the run continues")
+        log(tr("profile: {text}", text=text))
+        traces = "".join(tr("; trace: {file}", file=file) for file in files)
+        log(
+            tr(
+                "profile: {table_file}{traces}; the run continues",
+                table_file=table_file,
+                traces=traces,
+            )
+        )
 
 
 def check(steps_left: int) -> None:
     """Raise UserError (exit code 2) if the run has fewer steps left than a profile needs."""
     if steps_left < NEEDED:
         raise UserError(
-            f"--profile needs {NEEDED} steps ({SETTLING} to warm up, {TIMED} timed, 1 for the "
-            f"profiler to warm up, {TRACED} traced), and this run has {steps_left} left. Leave "
-            "--profile out, or give it more steps.",
+            tr(
+                "--profile needs {needed} steps ({settling} to warm up, {timed} timed, 1 for "
+                "the profiler to warm up, {traced} traced), and this run has {steps_left} "
+                "left. Leave --profile out, or give it more steps.",
+                needed=NEEDED,
+                settling=SETTLING,
+                timed=TIMED,
+                traced=TRACED,
+                steps_left=steps_left,
+            ),
             exit_code=2,
         )

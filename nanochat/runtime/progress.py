@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from nanochat.common import tr
+
 BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 # Pairs of units of time: (seconds of the larger, seconds of the smaller, their names).
 TIME_UNITS = (
@@ -109,8 +111,14 @@ class Progress:
         self.close()
         if kind is None:
             seconds = time.monotonic() - self._start
-            summary = f"{self._amount()} in {duration(seconds)}{self._rate(seconds)}"
-            self._print(f"{self.title}: {summary}")
+            line = tr(
+                "{title}: {amount} in {time}{rate}",
+                title=self.title,
+                amount=self._amount(),
+                time=duration(seconds),
+                rate=self._rate(seconds),
+            )
+            self._print(line)
 
     def close(self) -> None:
         """Remove the bar from the terminal, if there is one."""
@@ -131,7 +139,7 @@ class Progress:
                 self._bar.update(self._task, completed=self.completed, note=self._note(now))
             elif now - self._printed_at >= self.every_seconds:
                 self._printed_at = now
-                self._print(f"{self.title}: {self._note(now)}")
+                self._print(tr("{title}: {note}", title=self.title, note=self._note(now)))
 
     def show(self, completed: float, note: str, line: str) -> None:
         """Set the completed amount; show `note` next to the bar or, without one, print `line`."""
@@ -161,8 +169,12 @@ class Progress:
         completed = amount(self.completed, self.unit)
         if not self.total:
             return completed
-        share = self.completed / self.total
-        return f"{completed} of {amount(self.total, self.unit)} ({share:.0%})"
+        return tr(
+            "{completed} of {total} ({share:.0%})",
+            completed=completed,
+            total=amount(self.total, self.unit),
+            share=self.completed / self.total,
+        )
 
     def _own_work(self) -> float:
         """Return the amount of work that this process itself has completed, in units."""
@@ -172,7 +184,7 @@ class Progress:
         own_work = self._own_work()
         if own_work <= 0 or seconds <= 0:
             return ""
-        return f", {amount(own_work / seconds, self.unit)}/s"
+        return tr(", {amount}/s", amount=amount(own_work / seconds, self.unit))
 
     def _time_left(self, seconds: float) -> str:
         """Return the estimated time left as text, or "" if it cannot be estimated."""
@@ -180,4 +192,4 @@ class Progress:
         if not self.total or own_work <= 0 or self.completed > self.total:
             return ""
         seconds_left = seconds * (self.total - self.completed) / own_work
-        return f", {duration(seconds_left)} left"
+        return tr(", {time} left", time=duration(seconds_left))

@@ -10,7 +10,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from nanochat.common import Pulse
+from nanochat.common import Pulse, tr
 from nanochat.device import Compute
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -72,9 +72,13 @@ def _say_what_happens(name: str, at_once: bool, twice_stops: bool) -> None:
 
     This uses os.write(), because print() is not safe in a signal handler.
     """
-    again = "; again to stop at once" if twice_stops else ""
-    words = "stopping" if at_once else f"saving at the end of this step{again}"
-    os.write(2, f"{name}: {words}\n".encode())
+    if at_once:
+        line = tr("{signal}: stopping", signal=name)
+    elif twice_stops:
+        line = tr("{signal}: saving at the end of this step; again to stop at once", signal=name)
+    else:
+        line = tr("{signal}: saving at the end of this step", signal=name)
+    os.write(2, f"{line}\n".encode())
 
 
 @contextlib.contextmanager
@@ -107,7 +111,7 @@ def agreed(compute: Compute) -> bool:
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     pulse.beat()
     if flag.item():
-        pulse.ask("a signal to another rank")
+        pulse.ask(tr("a signal to another rank"))
     return bool(flag.item())
 
 

@@ -45,8 +45,13 @@ def parse_trackers(text: str, run: str = NO_RUN) -> dict[str, str]:
                 2,
             )
         if colon and mode not in MODES[name]:
-            modes = f"the modes {', '.join(MODES[name])}" if MODES[name] else "no mode"
-            raise UserError(f"--track: {name} has {modes}, got {mode!r}", 2)
+            modes = tr("no mode")
+            if MODES[name]:
+                modes = tr("the modes {modes}", modes=", ".join(MODES[name]))
+            raise UserError(
+                tr("--track: {name} has {modes}, got {mode!r}", name=name, modes=modes, mode=mode),
+                2,
+            )
         if name != "jsonl" and not _is_installed(name):
             raise UserError(
                 tr(

@@ -117,13 +117,17 @@ class Watch:
         except (RuntimeError, ValueError) as failure:  # the store ends with the launcher
             if not self._over.wait(BEAT_SECONDS) and not self._launcher_is_gone():
                 print(
-                    f"warning: rank {self.compute.rank} watches no longer: {failure}",
+                    tr(
+                        "warning: rank {rank} watches no longer: {failure}",
+                        rank=self.compute.rank,
+                        failure=failure,
+                    ),
                     file=sys.stderr,
                     flush=True,
                 )
         # Without a launcher, nobody would end these ranks or start them again.
         if not self._over.is_set() and self._launcher_is_gone():
-            self.compute.pulse.ask("the launcher's end")
+            self.compute.pulse.ask(tr("the launcher's end"))
 
     def _look(self) -> None:
         """Write beats, and check the next rank and this one, until close() or the launcher's end.
@@ -155,8 +159,14 @@ class Watch:
             silence = now - heard_at
             if silence > max(GONE_SECONDS, 2 * BEAT_SECONDS) and not beat.get("over"):
                 self._judge(
-                    f"rank {neighbour} is gone in step {pulse.step + 1}: nothing was heard of it "
-                    f"for {silence:.0f} s, last at {beat.get('place', 'its start')}"
+                    tr(
+                        "rank {rank} is gone in step {step}: nothing was heard of it for "
+                        "{silence:.0f} s, last at {place}",
+                        rank=neighbour,
+                        step=pulse.step + 1,
+                        silence=silence,
+                        place=beat.get("place", tr("its start")),
+                    )
                 )
             if moments and now - moved_at > self.seconds:
                 self._judge(hanging(self.last_beats(), now - moved_at))
@@ -171,9 +181,10 @@ class Watch:
     def _end(self, words: str) -> None:
         """Print why all ranks end, and end this process; after close(), do nothing."""
         if not self._over.is_set():
-            words = (
-                f"error: {words}. All ranks end; the same command, without --resume, resumes from "
-                "the newest save."
+            words = tr(
+                "error: {words}. All ranks end; the same command, without --resume, resumes from "
+                "the newest save.",
+                words=words,
             )
             note_end(words)
             print(f"{words} (rank {self.compute.rank})", file=sys.stderr, flush=True)
@@ -199,7 +210,12 @@ class Watch:
         # A rank's own beat may be a second old, but all ranks are in the same step.
         step = self.compute.pulse.step + 1
         return "; ".join(
-            f"rank {rank} is gone in step {step}, last heard of at {before[rank]['place']}"
+            tr(
+                "rank {rank} is gone in step {step}, last heard of at {place}",
+                rank=rank,
+                step=step,
+                place=before[rank]["place"],
+            )
             for rank in sorted(silent)
         )
 
@@ -243,16 +259,26 @@ def hanging(beats: Mapping[int, Beat], seconds: float) -> str:
     behind = [rank for rank, beat in running.items() if beat["calls"] == fewest_calls]
     if len(behind) == len(running):
         first_rank = min(running)
-        return (
-            f"all ranks hang in one place: no step for {seconds:.0f} s, rank "
-            f"{first_rank} {_where(running[first_rank])}"
+        beat = running[first_rank]
+        return tr(
+            "all ranks hang in one place: no step for {seconds:.0f} s, rank {rank} in step {step}, "
+            "at {place}",
+            seconds=seconds,
+            rank=first_rank,
+            step=beat["step"] + 1,
+            place=beat["place"],
         )
-    words = "; ".join(f"rank {rank} hangs {_where(running[rank])}" for rank in behind)
-    return f"{words}: the others have waited for {seconds:.0f} s"
-
-
-def _where(beat: Beat) -> str:
-    return f"in step {beat['step'] + 1}, at {beat['place']}"
+    phrases = [
+        tr(
+            "rank {rank} hangs in step {step}, at {place}",
+            rank=rank,
+            step=running[rank]["step"] + 1,
+            place=running[rank]["place"],
+        )
+        for rank in behind
+    ]
+    words = "; ".join(phrases)
+    return tr("{words}: the others have waited for {seconds:.0f} s", words=words, seconds=seconds)
 
 
 @contextmanager

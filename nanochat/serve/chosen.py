@@ -10,7 +10,7 @@ from tyro.conf import arg
 
 from nanochat.checkpoint_manager.load import Loaded, load_model, load_published
 from nanochat.checkpoint_manager.locate import STAGES, trained
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.device import DTYPES, Compute
 from nanochat.generate.adapters import Adapters
 from nanochat.gpt import GPT
@@ -19,7 +19,6 @@ from nanochat.platforms.host import give_freed_memory_back
 from nanochat.runtime import graphs
 
 Source = Literal["base", "mid", "sft", "rl", "tune"]
-NEEDS_BASE = "--adapter belongs to a published model: name its folder with --model"
 # The longest chat in tokens without --context: the full context of a published model could fill all
 # memory.
 LONGEST = 4096
@@ -86,11 +85,13 @@ def choose(
     captures = graphs.for_replies(flags.graphs, compute)
     names_trained = bool(flags.source or flags.model_tag or flags.step)
     if flags.model is None and adapter is not None:
-        raise UserError(NEEDS_BASE, exit_code=2)
+        raise UserError(_needs_base(), exit_code=2)
     if flags.model is not None and names_trained:
         raise UserError(
-            "--model names a published model, and -i, -g and -s one that was trained here: give "
-            "either",
+            tr(
+                "--model names a published model, and -i, -g and -s one that was trained "
+                "here: give either"
+            ),
             2,
         )
     if flags.model is not None:
@@ -128,7 +129,11 @@ def _lay_out(
         reason = _no_int8(loaded, compute)
         if reason:
             raise UserError(
-                f"--weights int8 was asked for, but {reason}. Leave --weights out.", exit_code=2
+                tr(
+                    "--weights int8 was asked for, but {reason}. Leave --weights out.",
+                    reason=reason,
+                ),
+                exit_code=2,
             )
         from nanochat.models.qwen.int8 import hold_in_int8
 
@@ -137,13 +142,17 @@ def _lay_out(
     give_freed_memory_back()  # of the weights in their former format and layout
 
 
+def _needs_base() -> str:
+    return tr("--adapter belongs to a published model: name its folder with --model")
+
+
 def _no_int8(loaded: Loaded, compute: Compute) -> str:
     """Return why 8-bit matrices are unsupported or no faster here, or "" if they help."""
     reason = compute.platform.int8_missing(compute.dtype)
     if reason:
         return reason
     if isinstance(loaded.model, GPT):
-        return "this is no Qwen or Llama model, and no other family has matrices in 8 bits"
+        return tr("this is no Qwen or Llama model, and no other family has matrices in 8 bits")
     return ""
 
 
@@ -168,8 +177,12 @@ def choose_also(
     tag, _, step = tag_and_step.partition("/")
     if stage not in STAGES or not tag or not (step.isdecimal() or not step):
         raise UserError(
-            f"--also must be STAGE/TAG or STAGE/TAG/STEP with a stage of {', '.join(STAGES)}, such "
-            f"as sft/d4, or NAME=FOLDER, got {value!r}",
+            tr(
+                "--also must be STAGE/TAG or STAGE/TAG/STEP with a stage of {stages}, such "
+                "as sft/d4, or NAME=FOLDER, got {value!r}",
+                stages=", ".join(STAGES),
+                value=value,
+            ),
             exit_code=2,
         )
     step_number = int(step) if step else None
@@ -195,7 +208,7 @@ def adapter_folders(values: Sequence[str], model: Path | None) -> dict[str, Path
     adapters have the same name, or if there are values but no base model (`model` is None).
     """
     if values and model is None:
-        raise UserError(NEEDS_BASE, exit_code=2)
+        raise UserError(_needs_base(), exit_code=2)
     from nanochat.checkpoint_manager.huggingface.folders import model_name, published_folder
     from nanochat.checkpoint_manager.huggingface.peft_settings import SETTINGS as ADAPTER_SETTINGS
 
@@ -206,16 +219,27 @@ def adapter_folders(values: Sequence[str], model: Path | None) -> dict[str, Path
         if not equals:
             name = model_name(folder)
         if not name or (equals and not path):
-            raise UserError(f"--adapter must be NAME=FOLDER or FOLDER, got {value!r}", exit_code=2)
+            raise UserError(
+                tr("--adapter must be NAME=FOLDER or FOLDER, got {value!r}", value=value),
+                exit_code=2,
+            )
         if not name.isprintable() or "/" in name or len(name) > LONGEST_NAME:
             raise UserError(
-                f"the name of an adapter must be at most {LONGEST_NAME} letters without slashes "
-                f"and control characters, got {reprlib.repr(name)}: write NAME=FOLDER",
+                tr(
+                    "the name of an adapter must be at most {longest_name} letters without "
+                    "slashes and control characters, got {short}: write NAME=FOLDER",
+                    longest_name=LONGEST_NAME,
+                    short=reprlib.repr(name),
+                ),
                 2,
             )
         if name in folders:
             raise UserError(
-                f"two adapters would have the name {name!r}: give one another name, as NAME=FOLDER",
+                tr(
+                    "two adapters would have the name {name!r}: give one another name, as "
+                    "NAME=FOLDER",
+                    name=name,
+                ),
                 2,
             )
         folders[name] = folder
@@ -242,10 +266,15 @@ def load_adapters(
         part = part_to_merge(adapter)
         if part:
             raise UserError(
-                f"the adapter {name!r} has {part}, and a server that answers with several adapters "
-                "adds only low-rank products to the matrices inside layers. Merge it with "
-                f"`python -m nanochat.export MERGED --model BASE --adapter {folders[name]}`, and "
-                "serve MERGED with --model",
+                tr(
+                    "the adapter {name!r} has {part}, and a server that answers with several "
+                    "adapters adds only low-rank products to the matrices inside layers. Merge "
+                    "it with `python -m nanochat.export MERGED --model BASE --adapter "
+                    "{folders}`, and serve MERGED with --model",
+                    name=name,
+                    part=part,
+                    folders=folders[name],
+                ),
                 exit_code=2,
             )
     return Adapters(model, adapters, model.dtype, compute.device)
@@ -288,13 +317,20 @@ def plan_caches(
     if 0 < count <= fitting:
         return Caches(count, contexts, [count * size for size in sizes])
     total = max(count, 1) * sum(sizes)
-    tokens = " and ".join(f"{length:,}" for length in contexts)
+    tokens = tr(" and ").join(f"{length:,}" for length in contexts)
     advice = f"--slots {fitting}"
     if fitting < 1:
         advice = f"--slots 1 --context {max(2, room * max(contexts) // total)}"
     raise UserError(
-        f"the cache of {max(count, 1)} slots x {tokens} tokens takes {total / 1e9:.1f} GB, and "
-        f"{free / 1e9:.1f} GB of memory are free: give {advice}, or free memory"
+        tr(
+            "the cache of {count} slots x {tokens} tokens takes {total:.1f} GB, and "
+            "{free:.1f} GB of memory are free: give {advice}, or free memory",
+            count=max(count, 1),
+            tokens=tokens,
+            total=total / 1000000000.0,
+            free=free / 1000000000.0,
+            advice=advice,
+        )
     )
 
 
@@ -312,8 +348,12 @@ def _context(flags: ModelFlags, loaded: Loaded) -> int:
     longest = loaded.model.config.sequence_len
     if flags.context is not None and not 2 <= flags.context <= longest:
         raise UserError(
-            f"--context must be from 2 to {longest:,}, the context of this model, got "
-            f"{flags.context:,}",
+            tr(
+                "--context must be from 2 to {longest:,}, the context of this model, got "
+                "{context:,}",
+                longest=longest,
+                context=flags.context,
+            ),
             exit_code=2,
         )
     return flags.context or min(longest, LONGEST)

@@ -23,7 +23,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
-from nanochat.common import warn
+from nanochat.common import tr, warn
 from nanochat.serve.routes.fields import ApiError
 
 HEADER_BYTES = 16 * 1024  # a browser with many cookies sends a few kilobytes
@@ -108,14 +108,19 @@ class Connections:
         self.per_address[new.address] += 1
         if self.per_address[new.address] > self.caps.per_address:
             self.seldom.warn(
-                f"an address has {self.caps.per_address} connections, the most it may: older ones "
-                "close"
+                tr(
+                    "an address has {per_address} connections, the most it may: older ones close",
+                    per_address=self.caps.per_address,
+                )
             )
             if not self.make_room(new.address):
                 return False
         if self.per_address.total() > self.caps.connections:
             self.seldom.warn(
-                f"{self.caps.connections} connections are open, the most allowed: older ones close"
+                tr(
+                    "{connections} connections are open, the most allowed: older ones close",
+                    connections=self.caps.connections,
+                )
             )
             return self.make_room()
         return True
@@ -144,8 +149,11 @@ class Connections:
         unread = [other for other in self.waiting if other.wait == "read"]
         if len(unread) > self.caps.unread:
             self.seldom.warn(
-                f"{self.caps.unread} clients do not read their answers, the most that may: older "
-                "ones close"
+                tr(
+                    "{unread} clients do not read their answers, the most that may: older ones "
+                    "close",
+                    unread=self.caps.unread,
+                )
             )
             unread[0].drop()
 
@@ -159,7 +167,7 @@ class Connections:
         connection.unfinished = count
         while self.unfinished > self.caps.unfinished_bytes:
             oldest = next((other for other in self.waiting if other.unfinished), connection)
-            self.seldom.warn("unfinished requests hold too much memory: the oldest are refused")
+            self.seldom.warn(tr("unfinished requests hold too much memory: the oldest are refused"))
             text = (
                 "the server receives too many requests: try again in 2 seconds, and send the body "
                 "without a pause"

@@ -17,7 +17,11 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+<<<<<<< HEAD
 from nanochat.common import own_language, warn
+=======
+from nanochat.common import tr, warn
+>>>>>>> i47-zhc
 from nanochat.generate.reply import Event
 from nanochat.serve.connections import SOCKET_BYTES, Caps, Connection, Connections
 from nanochat.serve.engine_thread import EngineThread
@@ -220,7 +224,10 @@ class Server(uvicorn.Server):
                 continue  # the client has left already
             except OSError as failure:  # this process or the system may open no more files
                 self.connections.seldom.warn(
-                    f"a connection was not accepted ({failure.strerror}): trying again"
+                    tr(
+                        "a connection was not accepted ({strerror}): trying again",
+                        strerror=failure.strerror,
+                    )
                 )
                 self.connections.make_room()
                 await asyncio.sleep(FULL_SECONDS)
@@ -284,7 +291,12 @@ def _not_cancelled(record: logging.LogRecord) -> bool:
 
 def _end() -> None:
     """Warn, and end the process at once, whatever is still running."""
-    warn(f"the server did not stop within {STOP_SECONDS:g} seconds: its process ends now")
+    warn(
+        tr(
+            "the server did not stop within {stop_seconds:g} seconds: its process ends now",
+            stop_seconds=STOP_SECONDS,
+        )
+    )
     os._exit(1)
 
 

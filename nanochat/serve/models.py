@@ -19,7 +19,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.engine import Engine
 from nanochat.generate.reply import Event
 from nanochat.serve.engine_thread import EngineThread
@@ -323,8 +323,11 @@ class Models:
         for name in names:
             if names.count(name) > 1:
                 raise UserError(
-                    f"two models would have the name {name!r}: leave one out, or give it another "
-                    "name",
+                    tr(
+                        "two models would have the name {name!r}: leave one out, or give it another "
+                        "name",
+                        name=name,
+                    ),
                     2,
                 )
         threads: dict[int, EngineThread[Event]] = {}  # by id(engine)

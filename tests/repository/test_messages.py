@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import polib
 import pytest
 
-from dev.messages import CATALOGUE, problems, templates
+from dev.messages import CATALOGUE, helps, missing_helps, problems, templates
 from nanochat.common import language, run
 from nanochat.data.corpora import resolve
 
@@ -15,6 +15,31 @@ def test_every_message_is_in_chinese_with_the_same_values_and_compiled() -> None
     catalogue = polib.pofile(str(CATALOGUE))
     assert not problems(catalogue, templates()), "python -m dev.messages"
     assert catalogue.to_binary() == CATALOGUE.with_suffix(".mo").read_bytes(), "python -m dev.messages"
+
+
+def test_every_help_text_is_in_chinese() -> None:
+    assert missing_helps(polib.pofile(str(CATALOGUE)), helps()) == []
+
+
+@dataclass(frozen=True)
+class Flags:
+    """A script with one flag."""
+
+    num_files: int = 3
+    """how many files"""
+
+
+def test_help_and_an_unknown_flag_are_in_the_users_language(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    for word, expected in (("--help", "（默认：3）"), ("--num_flies=2", "--num_files")):
+        monkeypatch.setattr(sys, "argv", ["script", word])
+        with pytest.raises(SystemExit) as end:
+            run(print, Flags)
+        assert end.value.code == (0 if word == "--help" else 2)
+        printed = "".join(capsys.readouterr())
+        assert expected in printed and "╭─ options" not in printed and "Unrecognized" not in printed
 
 
 @pytest.mark.parametrize(

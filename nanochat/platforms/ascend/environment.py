@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
+from nanochat.common import tr
+
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
 NEVER = 30 * 24 * 3600  # seconds, for a user who wants collectives to wait without limit
 BLOCK = 32  # ports from HCCL_IF_BASE_PORT on that a job's collectives use; 16 before CANN 8.5
@@ -58,7 +60,8 @@ def prepare_loading(
     cores, and expandable segments keep memory from fragmenting.
     """
     if all(name in environ for name in ALLOCATORS):
-        return f"{ALLOCATORS[0]} and {ALLOCATORS[1]} are both set, on which it aborts; unset {ALLOCATORS[1]}"
+        old, new = ALLOCATORS
+        return tr("{old} and {new} are both set, on which it aborts; unset {new}", old=old, new=new)
     environ.setdefault("TASK_QUEUE_ENABLE", "2")
     environ.setdefault("CPU_AFFINITY_CONF", "2")
     if not any(name in environ for name in ALLOCATORS):
@@ -183,8 +186,12 @@ def _close(claims: Iterable[socket.socket]) -> None:
 def block_words(base: int, taken_port: int) -> str:
     """Return a message that the block of ports at `base` is taken, naming a free block to use."""
     free = PortBlocks().free()
-    return (
-        f"HCCL_IF_BASE_PORT={base} needs ports {base} to {base + BLOCK - 1} for this job's collectives, and port "
-        f"{taken_port} is taken by another. Leave it out to have a block chosen, or use "
-        f"HCCL_IF_BASE_PORT={free}"
+    return tr(
+        "HCCL_IF_BASE_PORT={base} needs ports {base} to {last} for this job's collectives, and port "
+        "{taken_port} is taken by another. Leave it out to have a block chosen, or use "
+        "HCCL_IF_BASE_PORT={free}",
+        base=base,
+        last=base + BLOCK - 1,
+        taken_port=taken_port,
+        free=free,
     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanochat.common import log
+from nanochat.common import log, tr
 from nanochat.platforms.ascend.kernels import EPSILON, AscendChunked, AscendFused, missing
 from nanochat.platforms.operations import Operations
 
@@ -283,7 +283,7 @@ def try_operators(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
             if not why:
                 usable.append(operator)
                 break
-            log(f"{operator} cannot be used here: {why}")
+            log(tr("{operator} cannot be used here: {why}", operator=operator, why=why))
     return tuple(usable)
 
 
@@ -298,7 +298,7 @@ def _why_not(
     It works if the tensors in _results() are close to those of fp32 on the host.
     """
     if missing((operator,)):
-        return "this torch_npu does not have it"
+        return tr("this torch_npu does not have it")
     generator = torch.Generator().manual_seed(0)
     on_device = []
     on_host = []
@@ -322,7 +322,7 @@ def _why_not(
     error = max(errors)
     if error <= WRONG:
         return ""
-    return f"its error is {error:.3g} of the largest value"
+    return tr("its error is {error:.3g} of the largest value", error=error)
 
 
 def _results(

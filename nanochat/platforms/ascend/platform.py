@@ -41,20 +41,20 @@ class Ascend(Platform):
         missing CANN or a wrong version, is returned as the reason rather than raised.
         """
         if importlib.util.find_spec("torch_npu") is None:
-            return "torch_npu is not installed"
+            return tr("torch_npu is not installed")
         try:
             version = metadata.version("torch_npu")
         except metadata.PackageNotFoundError:  # built from source, so assume torch's own version
             version = torch.__version__
         why = environment.prepare_loading(version)
         if why:
-            return f"torch_npu could not be loaded: {why}"
+            return tr("torch_npu could not be loaded: {why}", why=why)
         try:
             is_usable = importlib.import_module("torch_npu").npu.is_available()
         except Exception as failure:  # a foreign library may raise anything
             why = errors.cannot_load(str(failure) or repr(failure))
-            return f"torch_npu could not be loaded: {why}"
-        return "" if is_usable else "torch_npu loaded, but sees no NPU"
+            return tr("torch_npu could not be loaded: {why}", why=why)
+        return "" if is_usable else tr("torch_npu loaded, but sees no NPU")
 
     def idle_cards(self) -> str:
         """Return advice if this host has NPUs that cannot be used, or "" otherwise."""
@@ -171,12 +171,16 @@ class Ascend(Platform):
         """
         chip = self.chip
         if choice == "plain":
-            log("kernels: plain")
+            log(tr("kernels: plain"))
             return AscendPlain(stacks_matrices=False, saturates=chip.saturates)
         operators = NEEDS.get(chip.kernels, chip.operators)
         if chip_of(chip.socs[0]) is None:
             log(
-                f"{chip.name} is not in the table of chips, so its operators are tried (--kernels plain uses none)"
+                tr(
+                    "{name} is not in the table of chips, so its operators are tried (--kernels "
+                    "plain uses none)",
+                    name=chip.name,
+                )
             )
             dtype, _ = self.best_dtype()
             operators = try_operators(torch.device(self.name, self.index), dtype)
@@ -190,11 +194,15 @@ class Ascend(Platform):
         missing_operators = kernels.missing(operators)
         if missing_operators:
             raise UserError(
-                f"torch_npu lacks {', '.join(missing_operators)}, which a {chip.name} computes with; "
-                "install one that fits CANN (python check_npu.py), or give --kernels plain"
+                tr(
+                    "torch_npu lacks {missing_operators}, which a {name} computes with; install "
+                    "one that fits CANN (python check_npu.py), or give --kernels plain",
+                    missing_operators=", ".join(missing_operators),
+                    name=chip.name,
+                )
             )
         names = f" ({', '.join(operators)})" if operators else ""
-        log(f"kernels: {chip.kernels}{names}")
+        log(tr("kernels: {kernels}{names}", kernels=chip.kernels, names=names))
         if chip.kernels == "listed":
             return AscendListed(operators, saturates=chip.saturates)
         return KINDS[chip.kernels](saturates=chip.saturates)

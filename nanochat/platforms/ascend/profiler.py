@@ -8,7 +8,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.platforms.base import Trace
 
 # The files that the profiler's analysis writes, and the columns that are read. All times are in
@@ -56,7 +56,12 @@ class AscendTracer:
         folders = sorted(self.folder.glob(f"{self.name}_*_ascend_pt/{OUTPUT}"))
         if not folders:
             raise UserError(
-                f"torch_npu's profiler left no folder {OUTPUT} in {self.folder}; what it printed says why"
+                tr(
+                    "torch_npu's profiler left no folder {output} in {folder}; what it printed "
+                    "says why",
+                    output=OUTPUT,
+                    folder=self.folder,
+                )
             )
         newest = folders[-1]
         steps = _read(newest / STEPS, STEP_COLUMNS)
@@ -102,7 +107,12 @@ def _read(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
             rows = list(csv.DictReader(file))
     if not rows or any(column not in rows[0] for column in columns):
         raise UserError(
-            f"torch_npu's profiler left no {path.name} with the columns {', '.join(columns)} in {path.parent}; "
-            "what it printed says why"
+            tr(
+                "torch_npu's profiler left no {name} with the columns {columns} in {parent}; "
+                "what it printed says why",
+                name=path.name,
+                columns=", ".join(columns),
+                parent=path.parent,
+            )
         )
     return rows

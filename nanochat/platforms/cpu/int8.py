@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.model import Model
 from nanochat.platforms import host
 from nanochat.platforms.base import check_bf16
@@ -70,16 +70,18 @@ def use_int8(model: Model, operations: Operations) -> None:
     use = kernels_of(operations)
     if use is None:
         raise UserError(
-            "--matmul int8 needs the C++ kernels, but they were switched off (--kernels plain, "
-            "NANOCHAT_KERNELS) or could not be compiled: switch them on, install g++, or leave "
-            "--matmul out",
+            tr(
+                "--matmul int8 needs the C++ kernels, but they were switched off (--kernels "
+                "plain, NANOCHAT_KERNELS) or could not be compiled: switch them on, install "
+                "g++, or leave --matmul out"
+            ),
             exit_code=2,
         )
     module = cast(nn.Module, model)
     heads = [head for head in module.modules() if isinstance(head, OperatorHead)]
     if not heads:
         raise UserError(
-            "only a GPT trains in int8, got another family: leave --matmul out", exit_code=2
+            tr("only a GPT trains in int8, got another family: leave --matmul out"), exit_code=2
         )
     matrices = matrices_named(model, LARGE)
     check_sides(matrices, OUTPUTS, "int8")

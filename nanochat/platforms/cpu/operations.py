@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from nanochat.common import base_dir
+from nanochat.common import base_dir, tr
 from nanochat.gpt import Head
 from nanochat.linear import Linear
 from nanochat.loss import HIDDEN, SOFTCAP, chunked_loss, token_weights
@@ -189,7 +189,7 @@ class CpuOperations(Operations):
             query = torch.empty(1, 1, 1, head_dim, dtype=dtype)
             if not use.training.takes(query):
                 return ""
-        return "kernels in C++ make an uncompiled step at least as fast"
+        return tr("kernels in C++ make an uncompiled step at least as fast")
 
     # --- serving ---------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanochat.common import UserError, base_dir, warn
+from nanochat.common import UserError, base_dir, tr, warn
 from nanochat.platforms import host
 from nanochat.platforms.few_launches import square_sums
 from nanochat.platforms.muon import ForeachMuon
@@ -156,8 +156,14 @@ def _of_hub(name: str) -> Attention:
         return kernel.flash_attn_interface.flash_attn_func
     except Exception as failure:  # a foreign library, which loads code from the network
         raise UserError(
-            f"{HUB}={name} was asked for, but cannot be had: {str(failure) or repr(failure)}. Install the package "
-            "kernels and let it reach the hub or its cache, or leave the variable out."
+            tr(
+                "{hub}={name} was asked for, but cannot be had: {failure}. Install the "
+                "package kernels and let it reach the hub or its cache, or leave the "
+                "variable out.",
+                hub=HUB,
+                name=name,
+                failure=str(failure) or repr(failure),
+            )
         ) from failure
 
 
@@ -182,7 +188,13 @@ def _of_package(modules: Sequence[str]) -> tuple[Attention, str] | None:
             attention = importlib.import_module(module).flash_attn_func
             return attention, "FlashAttention 3"
         except (ImportError, AttributeError, OSError) as failure:
-            warn(f"{module} is installed, but cannot be used: {failure}")
+            warn(
+                tr(
+                    "{module} is installed, but cannot be used: {failure}",
+                    module=module,
+                    failure=failure,
+                )
+            )
     return None
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.linear import Multiply
 from nanochat.model import Model
 from nanochat.platforms.layers import check_sides, matrices_named
@@ -119,13 +119,17 @@ def use(model: Model) -> None:
     matrices = matrices_named(model, (*NORMED, PROJECTION))
     if not matrices:
         raise UserError(
-            "only a GPT trains in FP8, got another family: leave --matmul out", exit_code=2
+            tr("only a GPT trains in FP8, got another family: leave --matmul out"), exit_code=2
         )
     tokens = model.config.sequence_len  # the gradients of weights are sums over tokens
     if tokens % GRAIN:
         raise UserError(
-            f"FP8 needs rows of a multiple of {GRAIN} tokens, got {tokens}: choose another --max_seq_len, "
-            "or leave --matmul out",
+            tr(
+                "FP8 needs rows of a multiple of {grain} tokens, got {tokens}: choose "
+                "another --max_seq_len, or leave --matmul out",
+                grain=GRAIN,
+                tokens=tokens,
+            ),
             exit_code=2,
         )
     check_sides(matrices, GRAIN, "FP8")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nanochat.common import log
+from nanochat.common import log, tr
 from nanochat.model import Model
 from nanochat.platforms.base import Chip, Platform
 from nanochat.platforms.nvidia import fp8
@@ -76,16 +76,17 @@ class Nvidia(Platform):
 
     def unavailable(self) -> str:
         """Return why this process cannot use a GPU, or "" if it can."""
-        return "" if torch.cuda.is_available() else "torch sees no CUDA device"
+        return "" if torch.cuda.is_available() else tr("torch sees no CUDA device")
 
     def best_dtype(self) -> tuple[torch.dtype, str]:
         """Return the number format that suits the GPU, and its compute capability as the reason."""
         major, minor = torch.cuda.get_device_capability()
-        capability = f"compute capability {major}.{minor}"
+        capability = tr("compute capability {major}.{minor}", major=major, minor=minor)
         if major >= 8:
             return torch.bfloat16, capability
         if major >= 7:
-            return torch.float16, f"{capability} has no bf16; a gradient scaler is used"
+            why = tr("{capability} has no bf16; a gradient scaler is used", capability=capability)
+            return torch.float16, why
         return torch.float32, capability
 
     def use_fp8(self, model: Model) -> None:
@@ -96,19 +97,24 @@ class Nvidia(Platform):
 
     def cannot_open(self, failure: str) -> str:
         """Return a message that says why the GPU could not be opened, and what may help."""
-        first = (failure.splitlines() or ["no reason given"])[0]
-        return (
-            f"GPU {self.index} cannot be opened: {first}. Another process may hold it alone, or all of its memory: "
-            "look at `nvidia-smi`, or choose another with CUDA_VISIBLE_DEVICES."
+        first = (failure.splitlines() or [tr("no reason given")])[0]
+        return tr(
+            "GPU {index} cannot be opened: {first}. Another process may hold it alone, or all of its "
+            "memory: look at `nvidia-smi`, or choose another with CUDA_VISIBLE_DEVICES.",
+            index=self.index,
+            first=first,
         )
 
     def in_use(self, free: int, total: int) -> str:
         """Return a warning if less than 80 % of the GPU's memory is free, or "" otherwise."""
         if free >= 0.8 * total:
             return ""
-        return (
-            f"GPU {self.index} is in use: {free / 2**30:.0f} of {total / 2**30:.0f} GiB are free. `nvidia-smi` shows "
-            "by which process; CUDA_VISIBLE_DEVICES chooses another"
+        return tr(
+            "GPU {index} is in use: {free:.0f} of {total:.0f} GiB are free. `nvidia-smi` shows by "
+            "which process; CUDA_VISIBLE_DEVICES chooses another",
+            index=self.index,
+            free=free / 2**30,
+            total=total / 2**30,
         )
 
     def operations(self, choice: KernelChoice) -> Operations:
@@ -120,7 +126,7 @@ class Nvidia(Platform):
         self.refuse_fused(choice)
         generation, _ = torch.cuda.get_device_capability()
         operations = NvidiaOperations(generation, plain=choice == "plain")
-        log(f"attention: {operations.name}")
+        log(tr("attention: {name}", name=operations.name))
         return operations
 
     def new_graph(self) -> torch.cuda.CUDAGraph:

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import requests
 from requests.auth import AuthBase, HTTPBasicAuth
 
-from nanochat.common import UserError, parse_json
+from nanochat.common import UserError, parse_json, tr
 from nanochat.data.conversation import Message, Part
 from nanochat.data.sources import net
 
@@ -49,8 +49,11 @@ class Remote:
         """
         if not url.startswith(("http://", "https://")):
             raise UserError(
-                f"--url must begin with http:// or https://, got {_without_password(url)}: write "
-                "it in full",
+                tr(
+                    "--url must begin with http:// or https://, got {without_password}: write it "
+                    "in full",
+                    without_password=_without_password(url),
+                ),
                 exit_code=2,
             )
         self.url, self._auth = _split_url(url)
@@ -65,7 +68,10 @@ class Remote:
             model = None
         if not isinstance(model, dict) or not _is_name(model["id"]):
             raise UserError(
-                f"{self.url} names no model: give --url the address of an OpenAI-compatible server"
+                tr(
+                    "{url} names no model: give --url the address of an OpenAI-compatible server",
+                    url=self.url,
+                )
             )
         # Our own server also accepts the fields of NOT_OPENAI.
         self._ours = model.get("owned_by") == "nanochat"
@@ -119,7 +125,11 @@ class Remote:
                     continue
                 if isinstance(line, Exception):
                     raise UserError(
-                        f"{self.url} ended the reply too early ({line}): send the message again"
+                        tr(
+                            "{url} ended the reply too early ({line}): send the message again",
+                            url=self.url,
+                            line=line,
+                        )
                     ) from line
                 if line is None or line == b"data: [DONE]":
                     return
@@ -157,7 +167,13 @@ class Remote:
         try:
             value = parse_json(data)
             if "error" in value:
-                raise UserError(f"{self.url} failed: {_reason(value) or 'it gave no reason'}")
+                raise UserError(
+                    tr(
+                        "{url} failed: {reason}",
+                        url=self.url,
+                        reason=_reason(value) or tr("it gave no reason"),
+                    )
+                )
             tokens = (value.get("usage") or {}).get("completion_tokens")
             if _is_count(tokens):
                 self.tokens = tokens
@@ -174,7 +190,9 @@ class Remote:
         except UserError:  # a ValueError as well, but it already has the server's own text
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as failure:
-            raise UserError(f"{self.url} sent what is no chat completion: check --url") from failure
+            raise UserError(
+                tr("{url} sent what is no chat completion: check --url", url=self.url)
+            ) from failure
 
     def _send(
         self,
@@ -199,20 +217,33 @@ class Remote:
                 allow_redirects=False,  # the chat and the key are for this server only
             )
         except (requests.RequestException, UnicodeError, ValueError) as failure:
-            text = (
-                f"no server answers at {self.url} ({type(failure).__name__}): start one there, or "
-                "correct --url"
+            text = tr(
+                "no server answers at {url} ({failure}): start one there, or correct --url",
+                url=self.url,
+                failure=type(failure).__name__,
             )
             raise UserError(text) from failure
         if response.status_code == 401:
-            raise UserError(f"{self.url} does not take this key: give the right one with --api_key")
+            raise UserError(
+                tr("{url} does not take this key: give the right one with --api_key", url=self.url)
+            )
         if 300 <= response.status_code < 400:
             raise UserError(
-                f"{self.url} sends its clients to another address: give that one with --url"
+                tr(
+                    "{url} sends its clients to another address: give that one with --url",
+                    url=self.url,
+                )
             )
         if not response.ok:
             reason = _reason(self._json(response)) or response.reason[:REASON_LETTERS]
-            raise UserError(f"{self.url} refused (status {response.status_code}): {reason}")
+            raise UserError(
+                tr(
+                    "{url} refused (status {status_code}): {reason}",
+                    url=self.url,
+                    status_code=response.status_code,
+                    reason=reason,
+                )
+            )
         return response
 
     def _json(self, response: requests.Response) -> Any:
@@ -232,7 +263,10 @@ class Remote:
             return parse_json(bytes(body))
         except (requests.RequestException, ValueError) as failure:
             raise UserError(
-                f"{self.url} sent no JSON: give --url the address of an OpenAI-compatible server"
+                tr(
+                    "{url} sent no JSON: give --url the address of an OpenAI-compatible server",
+                    url=self.url,
+                )
             ) from failure
 
 
@@ -286,7 +320,11 @@ def _split_url(url: str) -> tuple[str, AuthBase]:
         _ = parts.port  # raises ValueError if it is not a number
     except ValueError:
         raise UserError(
-            f"--url is not an address, got {_without_password(url)}: write http://HOST:PORT", 2
+            tr(
+                "--url is not an address, got {without_password}: write http://HOST:PORT",
+                without_password=_without_password(url),
+            ),
+            2,
         ) from None
     plain = net.api_address(urlunsplit((parts.scheme, host, parts.path, "", "")))
     if not parts.username:

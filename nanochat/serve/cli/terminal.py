@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nanochat import common
+from nanochat.common import tr
 from nanochat.data.locks import open_regular
 
 HISTORY_LINES = 1000
@@ -180,7 +181,7 @@ def history(path: Path) -> Iterator[str]:
             # Imported here, because the import changes input(), and Windows has no readline.
             import readline
         except ImportError:
-            yield "this Python has no readline"
+            yield tr("this Python has no readline")
             return
         for setting in LINE_EDITOR:
             readline.parse_and_bind(setting)
@@ -203,7 +204,7 @@ def _read_history(readline: Any, path: Path) -> str:
         with open_regular(path, owned=True):
             pass
     except common.UserError:  # reading a pipe would block, and writing would follow a link
-        return "it must be an ordinary file of yours"
+        return tr("it must be an ordinary file of yours")
     except OSError as failure:
         return failure.strerror or str(failure)
     with contextlib.suppress(OSError):  # the file may be in another line editor's format

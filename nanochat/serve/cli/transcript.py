@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import UserError, read_json, write_json
+from nanochat.common import UserError, read_json, tr, write_json
 from nanochat.data.bpe import replace_surrogates
 from nanochat.data.conversation import Message, Part
 
@@ -35,7 +35,11 @@ def write_transcript(path: Path, messages: list[Message]) -> None:
     except (OSError, ValueError) as failure:  # ValueError: the path holds a null byte
         reason = failure.strerror if isinstance(failure, OSError) else failure
         raise UserError(
-            f"{path} cannot be written ({reason}): name a file in a folder of yours"
+            tr(
+                "{path} cannot be written ({reason}): name a file in a folder of yours",
+                path=path,
+                reason=reason,
+            )
         ) from failure
 
 
@@ -50,20 +54,30 @@ def read_transcript(path: Path) -> list[Message]:
         messages = [_read_message(item) for item in read_json(path)["messages"]]
     except OSError as failure:
         raise UserError(
-            f"{path} cannot be read ({failure.strerror}): name a file that /save has written"
+            tr(
+                "{path} cannot be read ({strerror}): name a file that /save has written",
+                path=path,
+                strerror=failure.strerror,
+            )
         ) from failure
     except (ValueError, KeyError, TypeError, AttributeError) as failure:
         raise UserError(
-            f"{path} is not a chat: name a JSON file of the form "
-            f'{{"messages": [{{"role": "user", "content": "..."}}, '
-            f'{{"role": "assistant", "content": "..."}}]}}'
+            tr(
+                '{path} is not a chat: name a JSON file of the form {{"messages": [{{"role": '
+                '"user", "content": "..."}}, {{"role": "assistant", "content": "..."}}]}}',
+                path=path,
+            )
         ) from failure
     turns = [message.role for message in messages[len(instructions(messages)) :]]
     if turns != ["user", "assistant"] * (len(turns) // 2):
         raise UserError(
-            f"{path} is not a chat that can be continued: after an optional system message, user "
-            "and assistant must take turns, and the assistant must come last, got "
-            f"{', '.join(turns)}. Correct the file, or name another"
+            tr(
+                "{path} is not a chat that can be continued: after an optional system "
+                "message, user and assistant must take turns, and the assistant must come "
+                "last, got {turns}. Correct the file, or name another",
+                path=path,
+                turns=", ".join(turns),
+            )
         )
     return messages
 
