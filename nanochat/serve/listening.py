@@ -17,11 +17,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-<<<<<<< HEAD
-from nanochat.common import own_language, warn
-=======
-from nanochat.common import tr, warn
->>>>>>> i47-zhc
+from nanochat.common import own_language, tr, warn
 from nanochat.generate.reply import Event
 from nanochat.serve.connections import SOCKET_BYTES, Caps, Connection, Connections
 from nanochat.serve.engine_thread import EngineThread
