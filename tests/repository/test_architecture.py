@@ -86,7 +86,7 @@ def check_size(path: str, tree: ast.Module, source: str) -> Iterator[str]:
 
 def is_pure(value: ast.AST) -> bool:
     """Whether a module-level value only computes: no call but of constructors and of a few known functions."""
-    for node in ast.walk(value):
+    for node in run_at_once(value):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if name not in PURE_CALLS.split() and not name.lstrip("_")[:1].isupper():
@@ -94,6 +94,14 @@ def is_pure(value: ast.AST) -> bool:
         if isinstance(node, ast.Attribute) and node.attr == "environ":
             return False
     return True
+
+
+def run_at_once(value: ast.expr) -> Iterator[ast.AST]:
+    """The nodes of an expression that its evaluation runs, which those in a lambda are not."""
+    yield value
+    for child in ast.iter_child_nodes(value):
+        if not isinstance(child, ast.Lambda):
+            yield from run_at_once(child)  # type: ignore[arg-type]
 
 
 def is_guard(test: ast.expr) -> bool:
