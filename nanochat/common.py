@@ -125,7 +125,7 @@ def log(message: str = "") -> None:
 def warn(message: str) -> None:
     """Print a warning to standard error, on rank 0 only."""
     if rank() == 0:
-        print(f"warning: {visible(message)}", file=sys.stderr, flush=True)
+        print(tr("warning: {text}", text=visible(message)), file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass

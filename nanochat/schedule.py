@@ -58,13 +58,17 @@ def horizon(
                 ),
                 exit_code=2,
             )
-        return Horizon(num_iterations, "given")
+        return Horizon(num_iterations, tr("given"))
     if target_flops is not None:
         steps = round(target_flops / (flops_per_token * tokens_per_step))
-        reason = f"{target_flops:.3g} FLOPs at {flops_per_token:,} a token"
+        reason = tr(
+            "{target_flops:.3g} FLOPs at {flops_per_token:,} a token",
+            target_flops=target_flops,
+            flops_per_token=flops_per_token,
+        )
     else:
         steps = int(target_param_data_ratio * scaling_parameters // tokens_per_step)
-        reason = f"{target_param_data_ratio:g} tokens per scaling parameter"
+        reason = tr("{ratio:g} tokens per scaling parameter", ratio=target_param_data_ratio)
     return Horizon(max(steps, 1), reason)
 
 

@@ -69,7 +69,7 @@ def hold(folder: Path, compute: Compute) -> None:
 
     Raises UserError on every rank if another training process keeps the lock.
     """
-    with parallel.together(f"the start in {folder}", compute):
+    with parallel.together(tr("the start in {folder}", folder=folder), compute):
         if compute.main:
             _lock(folder, compute)
 

@@ -136,7 +136,7 @@ def _imported(
     if len(imported) == 1:
         return imported[0]
     if imported:
-        names = " and ".join(corpus.name for corpus in imported)
+        names = tr(" and ").join(corpus.name for corpus in imported)
         raise UserError(
             tr(
                 "{data} was imported as {names}; choose one with --data {name}",

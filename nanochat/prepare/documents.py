@@ -194,7 +194,14 @@ def _tokenised(
                 progress.advance,
             )
         return
-    progress.say(f"{progress.title}: {processes} processes for {len(shards)} shards")
+    progress.say(
+        tr(
+            "{title}: {processes} processes for {shards} shards",
+            title=progress.title,
+            processes=processes,
+            shards=len(shards),
+        )
+    )
     with tempfile.TemporaryDirectory() as tokenizer_folder:
         tokenizer.save(Path(tokenizer_folder))
         setup = {"tokenizer": tokenizer_folder, "threads": max(cores() // processes, 1)}

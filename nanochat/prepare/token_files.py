@@ -317,7 +317,7 @@ def damaged(
         if (folder / name).exists():
             existing[name] = digest
         else:
-            problems[name] = "it is missing"
+            problems[name] = tr("it is missing")
     if not again and not _unchecked(folder, existing):
         return problems
     if not os.access(folder, os.W_OK):

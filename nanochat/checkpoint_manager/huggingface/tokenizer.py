@@ -288,7 +288,7 @@ class FolderTokenizer:
                 templates = {item["name"]: item["template"] for item in source}
                 source = templates.get("default")
             if source is not None and not isinstance(source, str):
-                raise TypeError(f"it is {reprlib.repr(source)}, expected a text")
+                raise TypeError(tr("it is {value}, expected a text", value=reprlib.repr(source)))
         except (UnicodeDecodeError, KeyError, TypeError) as failure:
             reason = f"{type(failure).__name__}: {failure}"
             raise UserError(

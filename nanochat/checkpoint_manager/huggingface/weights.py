@@ -30,7 +30,7 @@ MARKED_BYTES = 1 << 20  # how much folder_mark() reads at each end of a file
 SINGLE = "model.safetensors"
 PARTS = "model-*-of-*.safetensors"
 # Prefix of tensors that are not loaded -> the part of the model that they belong to.
-SKIPPED = {"visual.": "the vision tower", "mtp.": "the multi-token heads"}
+SKIPPED = ("visual.", "mtp.")
 INVERSE_FREQUENCIES = ".rotary_emb.inv_freq"  # written by old versions, and computed here
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -147,9 +147,12 @@ class Weights:
                 self._add(our_name, tensor_slice, path)
 
     def _add(self, name: str, tensor_slice: Any, path: Path) -> None:
-        for prefix, part_of_model in SKIPPED.items():
+        for prefix in SKIPPED:
             if name.removeprefix("model.").startswith(prefix):
-                self.skipped[part_of_model] = self.skipped.get(part_of_model, 0) + 1
+                part = (
+                    tr("the vision tower") if prefix == "visual." else tr("the multi-token heads")
+                )
+                self.skipped[part] = self.skipped.get(part, 0) + 1
                 return
         if name.endswith(INVERSE_FREQUENCIES):
             return

@@ -179,9 +179,15 @@ def has_columns(source: Source) -> Callable[[Path], None]:
 def network_hint(url: str) -> str:
     """Return advice for the user in case the host of `url` cannot be reached."""
     is_mirror = "hf-mirror.com" in url or "/resolve/master/" in url
-    mirror = "" if is_mirror else "set HF_ENDPOINT=https://hf-mirror.com, or "
-    return (
-        f"If this machine cannot reach that host, {mirror}set https_proxy, and type the same "
-        "command again: it resumes the download. Without a network, use TinyWorld: "
-        f"{MAKE_TINYWORLD}"
+    if is_mirror:
+        return tr(
+            "If this machine cannot reach that host, set https_proxy, and type the same command "
+            "again: it resumes the download. Without a network, use TinyWorld: {tinyworld}",
+            tinyworld=MAKE_TINYWORLD,
+        )
+    return tr(
+        "If this machine cannot reach that host, set HF_ENDPOINT=https://hf-mirror.com, or set "
+        "https_proxy, and type the same command again: it resumes the download. Without a network, "
+        "use TinyWorld: {tinyworld}",
+        tinyworld=MAKE_TINYWORLD,
     )

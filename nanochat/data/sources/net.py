@@ -67,7 +67,7 @@ def request(
             tr(
                 "{variables} names a SOCKS proxy, which needs another package: pip install "
                 "pysocks, or set https_proxy to the address of an HTTP proxy",
-                variables=" and ".join(names) or "a proxy variable",
+                variables=tr(" and ").join(names) or tr("a proxy variable"),
             ),
             exit_code=2,
         ) from failure

@@ -51,7 +51,7 @@ class BadLines:
 
     def __str__(self) -> str:
         more = self.count - len(self.first)
-        lines = self.first if more == 0 else [*self.first, f"and {more:,} more"]
+        lines = self.first if more == 0 else [*self.first, tr("and {more:,} more", more=more)]
         return "\n  ".join(lines)
 
 
