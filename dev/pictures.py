@@ -27,7 +27,7 @@ from dev.house import ROOT
 from nanochat.common import write_atomic
 
 FOLDER = ROOT / "docs" / "pictures"
-MOST_BYTES = 300_000  # of all pictures of the README together, including the floor plan
+MOST_BYTES = 320_000  # of all pictures of the README together, including the floor plan
 
 QUESTIONS = ("What is the capital of France?", "法国的首都是哪里？", "What is 37 * 48?")
 TO_COMPARE = "Tell me about the moon."  # only fine-tuning teaches a model what it cannot answer

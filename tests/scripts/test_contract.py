@@ -164,7 +164,7 @@ def test_a_bad_step_is_skipped_and_the_next_one_is_taken(
     monkeypatch.setattr(Run, "finish", finish)
     train(script, world.models)
     assert [step for step, outcome in outcomes.items() if outcome.skipped] == bad
-    assert outcomes[bad[0]].reason.startswith(reason)
+    assert reason in outcomes[bad[0]].reason
     assert [line["step"] for line in read_metrics(folder(base_folder, script)) if line.get("skipped")] == [bad[0] + 1]
 
 
