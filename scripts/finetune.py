@@ -204,9 +204,9 @@ class Config:
         `begun` holds the settings of the run, and is empty for a new one. Earlier versions held out
         one conversation in 50, and did not adapt row lengths, batches and epochs to the data.
         """
-        cfg = self
         if not begun or HELD_OUT_FACT in begun:
-            return cfg
+            return self
+        cfg = self
         if cfg.max_length == "auto":
             cfg = replace(cfg, max_length=begun["max_length"])
         if cfg.epochs.num_epochs == "auto":

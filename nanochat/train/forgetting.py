@@ -21,6 +21,7 @@ from nanochat.evals import loss
 from nanochat.model import Model
 from nanochat.runtime.trackers.jsonl import read_metrics
 from nanochat.tokenizer import Tokenizer
+from nanochat.train.validation import without_dropout
 
 FIGURE = "general_perplexity"  # the name of the figure in metrics.jsonl
 MOST_TOKENS = 32_768  # of a general text that are measured, so that a long file takes no hours
@@ -106,14 +107,10 @@ class GeneralText:
 
         Raises signals.Stopped if the run is asked to stop.
         """
-        module = cast(nn.Module, self.model)
-        module.eval()
-        try:
+        with without_dropout(cast(nn.Module, self.model)):
             measured = loss.evaluate_loss(
                 self.model, self._batches(rows_per_pass), self.token_bytes, self.compute
             )
-        finally:
-            module.train()
         return math.exp(min(measured.nats_per_token, 700.0))
 
     def measure(self, step: int, rows_per_pass: int) -> float:

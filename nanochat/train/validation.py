@@ -63,7 +63,7 @@ class Validation:
 
     def bits_per_byte(self, device_batch_size: int) -> float:
         """Return the bits per byte, measured with at most `device_batch_size` rows per pass."""
-        with _without_dropout(cast(nn.Module, self.model)):
+        with without_dropout(cast(nn.Module, self.model)):
             return loss.bits_per_byte(
                 self.model,
                 self._steps(device_batch_size),
@@ -74,7 +74,7 @@ class Validation:
     def means(self, sums: Sums, device_batch_size: int) -> dict[str, float]:
         """Return a dict of means over all targets: "loss" and, by name, each figure of `sums`."""
         module = cast(nn.Module, self.model)
-        with _without_dropout(module):
+        with without_dropout(module):
             return mean_over(sums, module, self._steps(device_batch_size), self.compute)
 
     def keep_replies(self, folder: Path, step: int) -> None:
@@ -86,7 +86,7 @@ class Validation:
 
 
 @contextlib.contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
+def without_dropout(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode inside this block, and into training mode afterwards."""
     model.eval()
     try:
