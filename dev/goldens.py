@@ -52,6 +52,7 @@ COMMANDS = {
     ],
     "tune": [
         "scripts.finetune",
+        "--replay_every=0",
         "--target_examples_per_step=8",
         "--max_length=128",
         "--learning_rate=1e-3",

@@ -375,7 +375,7 @@ class MixedRows:
     def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Return (inputs, targets, *extras) of rows of the plans, int64 (B, T) each."""
         shape = (len(plan_rows), self.row_tokens - 1)
-        count = 2 + len(self.extras)  # inputs, targets and the extras
+        count = 2 + len(self.sources[0].extras)  # inputs, targets and the extras
         tensors = tuple(torch.empty(shape, dtype=torch.int64) for _ in range(count))
         for source, offset in zip(self.sources, self._offsets, strict=False):
             from_source = (plan_rows >= offset) & (plan_rows < offset + source.size)

@@ -15,16 +15,17 @@ REFERENCE_SCALING_PARAMETERS = 110_100_480
 
 # The meaning of `auto` in fine-tuning
 EPOCH_STEPS = 30  # least steps in an epoch, if the data has enough conversations
-RUN_STEPS = 100  # a run reads its data more than once if one epoch has fewer steps than this
-MOST_EPOCHS = 4.0  # but no more times than this
+READINGS = 2400  # of conversations in a run; less data is read more than once
+MOST_EPOCHS = 8.0  # but no more times than this
 LONGEST_ROW = 2048  # tokens
 SHORTEST_ROW = 128  # tokens
+ROW_CONVERSATIONS = 4  # that a row holds, if they have the average length
 STEP_ROWS = 4  # rows in a step on little data
 MOST_STEP_ROWS = 32  # rows in a step on much data
 # Conversations or pairs in a step; fewer say more about themselves than about the data.
 LEAST_CONVERSATIONS = 4
 # Change this together with tuning_rate(), so that no run resumes under a different rule.
-TUNING_RATE_RULE = "by width and steps"
+TUNING_RATE_RULE = "by width and steps, beside own words"
 
 
 @dataclass(frozen=True)
@@ -247,17 +248,20 @@ def micro_batches(
     return per_pass, rows // per_pass
 
 
-def tuning_row_tokens(tokens: int, longest: int, limit: int) -> int:
+def tuning_row_tokens(tokens: int, conversations: int, longest: int, limit: int) -> int:
     """Return the number of tokens in a fine-tuning row, a power of two unless `limit` caps it.
 
     Small data sets get shorter rows, so that an epoch still has about EPOCH_STEPS steps (30) of
-    STEP_ROWS rows (4). Rows are never shorter than the longest conversation or SHORTEST_ROW (128
+    STEP_ROWS rows (4). Rows are never shorter than the longest conversation, nor than the largest
+    power of two below ROW_CONVERSATIONS (4) conversations of average length or SHORTEST_ROW (128
     tokens), except that LONGEST_ROW (2,048 tokens) and `limit` cap them. `tokens` is the length of
     all conversations together, and `longest` that of the longest one.
     """
     fitting = _power_below(max(tokens // (EPOCH_STEPS * STEP_ROWS), 1))
     holding_longest = _power_above(max(longest, 1))
-    length = max(fitting, holding_longest, SHORTEST_ROW)
+    # A row of 128 tokens holds one conversation of 85, and a third of it is padding.
+    holding_several = _power_below(max(ROW_CONVERSATIONS * tokens // conversations, 1))
+    length = max(fitting, holding_longest, holding_several, SHORTEST_ROW)
     return min(length, LONGEST_ROW, limit)
 
 
@@ -283,14 +287,13 @@ def tuning_step_rows(rows: int, conversations: int) -> int:
     return max(_power_below(fitting), _power_above(least))
 
 
-def tuning_epochs(steps_per_epoch: float) -> float:
+def tuning_epochs(conversations: int) -> float:
     """Return how many times a fine-tuning run reads its data, which may be a fraction.
 
-    It is the number of epochs that make 100 steps (RUN_STEPS), but at least 1 and at most 4
-    (MOST_EPOCHS).
+    It is the number of times that makes 2,400 readings of conversations (READINGS), but at least 1
+    and at most 8 (MOST_EPOCHS).
     """
-    epochs = RUN_STEPS / max(steps_per_epoch, 1e-9)
-    return min(max(epochs, 1.0), MOST_EPOCHS)
+    return min(max(READINGS / conversations, 1.0), MOST_EPOCHS)
 
 
 def first_tuning_rate(adapter: bool, preferences: bool) -> float:
@@ -302,31 +305,18 @@ def first_tuning_rate(adapter: bool, preferences: bool) -> float:
 def tuning_rate(width: int, steps: int, adapter: bool, preferences: bool) -> float:
     """Return the peak learning rate of AdamW for fine-tuning a model of `width` channels.
 
-    At 576 channels and up to 100 steps it is 1e-3 for an adapter and 1e-4 when every parameter is
+    At 576 channels and up to 400 steps it is 2e-3 for an adapter and 2e-4 when every parameter is
     trained. Wider models take smaller rates: a step changes the output of a matrix in proportion to
     its width, and the output of an adapter less so. Longer runs take smaller rates, down to half at
-    400 steps, because each step needs to move less. DPO (`preferences`) takes a tenth: its loss has
-    no floor, and large steps move far away from the reference model. At 2,560 channels and 400
-    steps the rates are 1.6e-4 and 1.1e-5, near the 1e-4 and 1e-5 that earlier versions used for all
-    models.
+    1,600 steps, because each step needs to move less. DPO (`preferences`) takes a twentieth: its
+    loss has no floor, and large steps move far away from the reference model. At 4,096 channels the
+    rates are 1.7e-4 and 1.1e-5, as is usual for models of 7 billion parameters.
 
-    Measured after 100 steps, unless another number is given:
-
-    Right answers to 24 questions (135 M parameters, 576 channels, 36 to 48 steps). Adapter: 0 at
-    1e-4, 2 at 3e-4, 11 at 1e-3. All parameters: 0 at 1e-5, 11 at 1e-4.
-
-    Bits per byte of held-out answers (192 channels, 3.75 before training). Adapter: 1.66 at 5e-4,
-    0.85 at 1e-3, 0.27 at 3e-3, 0.14 at 6e-3. All parameters: 1.22 at 1e-4, 0.38 at 3e-4, 0.08 at
-    1e-3.
-
-    DPO loss (192 channels, 0.693 before training). Adapter: 0.691 at 5e-6, 0.278 at 1e-4, 0.021 at
-    3e-4. All parameters: 0.660 at 5e-7, 0.210 at 1e-5, 0.036 at 3e-5.
-
-    Higher rates learn more of the data and forget more of the rest: at 576 channels, correct sums
-    fell from 16 of 30 to 1, and the perplexity of other text rose from 3.81 to 4.53 (adapter) and
-    4.16 (all parameters).
+    The rates were fitted at 192 and 576 channels, on 300 conversations beside the model's own words
+    (train/replay.py), which allow higher rates than the data alone; dev/LOG.md has the figures.
     """
-    rate = 1e-3 * (576 / width) ** 0.75 if adapter else 1e-4 * 576 / width
-    for_length = (100 / max(steps, 1)) ** 0.5
+    at_576, power = (2e-3, 1.25) if adapter else (2e-4, 1.5)
+    rate = at_576 * (576 / width) ** power
+    for_length = (400 / max(steps, 1)) ** 0.5
     rate *= min(max(for_length, 0.5), 1.0)
-    return 0.1 * rate if preferences else rate
+    return 0.05 * rate if preferences else rate

@@ -40,7 +40,15 @@ from nanochat.prepare.plan import TooLong
 from nanochat.run import Plan, Run, launch, open_folder
 from nanochat.train import replay, sizes
 from nanochat.train.fit import probe
-from nanochat.train.flags import Auto, Epochs, ExampleFlags, Free, Rare, RunFlags, check_ranges
+from nanochat.train.flags import (
+    Auto,
+    ExampleFlags,
+    Free,
+    Rare,
+    RunFlags,
+    TuningEpochs,
+    check_ranges,
+)
 from nanochat.train.forgetting import FIGURE, GeneralText, before_training, read_passages
 from nanochat.train.setup import set_up
 from nanochat.train.validation import Validation
@@ -122,8 +130,8 @@ class Config:
     """the adapter that is trained"""
     learning_rate: float | Auto = "auto"
     """learning rate of AdamW; auto: by what is trained, the model's width and the number of steps.
-    100 steps at 576 channels take 1e-3 for an adapter and 1e-4 for every parameter.
-    dpo takes a tenth of that, and wider models and longer runs take less"""
+    400 steps at 576 channels take 2e-3 for an adapter and 2e-4 for every parameter.
+    dpo takes a twentieth of that, and wider models and longer runs take less"""
     weight_decay: float = 0.0
     """decay of matrices and adapters"""
     warmup_ratio: float = 0.03
@@ -142,14 +150,14 @@ class Config:
     """name of the result; default: the names of the model and of the first file"""
     eval_every: Free[int] = 100
     """steps between validations; 0: never validate"""
-    replay_every: Rare[int] = 0
-    """one row in so many, for example 4, holds the model's own words, so that it forgets less; 0: none.
-    The model writes them before training. They make it learn the data more slowly, so give more epochs too"""
+    replay_every: Rare[int | Auto] = "auto"
+    """one row in so many holds the model's own words, which it writes before training, so that it forgets less.
+    0: none; auto: 4 for data of up to a million tokens, if the whole model fits the device. dpo has none"""
     general_text: Rare[Free[Path | None]] = None
     """text file on which each validation also measures the perplexity, to show what the model forgets.
     Blank lines separate passages, and no passage may be in the data.
     Default: English and Chinese passages of the package"""
-    epochs: Epochs = Epochs(num_epochs="auto")
+    epochs: TuningEpochs = TuningEpochs()
     """how long the run is"""
     batch: ExampleFlags = ExampleFlags(target_examples_per_step="auto")
     """how a step is split"""
@@ -202,11 +210,14 @@ class Config:
         """Return the flags, with the defaults of the version that began the run.
 
         `begun` holds the settings of the run, and is empty for a new one. Earlier versions held out
-        one conversation in 50, and did not adapt row lengths, batches and epochs to the data.
+        one conversation in 50, did not adapt row lengths, batches and epochs to the data, and had no
+        rows of the model's own words by default.
         """
-        if not begun or HELD_OUT_FACT in begun:
-            return self
         cfg = self
+        if begun and cfg.replay_every == "auto":
+            cfg = replace(cfg, replay_every=begun.get("replay_every", 0))
+        if not begun or HELD_OUT_FACT in begun:
+            return cfg
         if cfg.max_length == "auto":
             cfg = replace(cfg, max_length=begun["max_length"])
         if cfg.epochs.num_epochs == "auto":
@@ -237,7 +248,9 @@ def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
         return cfg.max_length
     lengths = conversation_lengths("tune", conversations, base.tokenizer, conversations.together)
     total, longest = int(lengths.sum()), int(lengths.max())
-    length = schedule.tuning_row_tokens(total, longest, base.model.config.sequence_len)
+    length = schedule.tuning_row_tokens(
+        total, len(lengths), longest, base.model.config.sequence_len
+    )
     log(
         tr(
             "max_length: {length:,} tokens a row (for {total:,} tokens, the longest of "
@@ -256,8 +269,12 @@ def pass_loss(
     """Return the summed loss () of a pass, and the sums (F,) of its preference figures or None.
 
     `tensors` are the inputs, targets and documents of packed rows and, with `preference`, the
-    references that add_references() computed.
+    references that add_references() computed. With --replay_every, they are those of AnchoredRows.
     """
+    if preference is None and len(tensors) == 4:
+        idx, targets, documents, references = tensors
+        losses = model(idx, targets, "none", context=Packed(documents))
+        return replay.anchored_loss(losses, references), None
     if preference is None:
         idx, targets, documents = tensors
         return model(idx, targets, reduction="sum", context=Packed(documents)), None
@@ -277,7 +294,7 @@ def train(cfg: Config, compute: Compute) -> None:
     max_length = None if cfg.max_length == "auto" else cfg.max_length
     passages = read_passages(cfg.general_text)
     base = open_base(cfg.model, max_length, lora, compute, cfg.run.seed)
-    replay.check_replay(cfg.replay_every, base, compute)
+    replay.check_replay(cfg.replay_every, cfg.objective.loss, base, compute)
     read_own = own_pairs if preference else own_conversations
     held_out_every = HELD_OUT if earlier else None
     conversations = read_own(cfg.data, held_out_every, cfg.skip_bad_lines)
@@ -332,9 +349,11 @@ def train(cfg: Config, compute: Compute) -> None:
         compute,
         folder.begun_rows,
     )
-    if cfg.replay_every and not preference:
-        rows = replay.with_own_words(rows, cfg.replay_every, base, cfg.run.seed, compute)
-    steps = cfg.epochs.steps_over(
+    epochs = cfg.epochs.resolved(rows.conversations)
+    replay_every = replay.resolve_every(cfg.replay_every, cfg.objective.loss, rows, base, compute)
+    if replay_every:
+        rows = replay.with_own_words(rows, replay_every, base, cfg.run.seed, compute)
+    steps = epochs.steps_over(
         rows, batch.rows_per_step, conversations.name, cfg.batch.smaller_steps
     )
     check_fits(
@@ -358,6 +377,8 @@ def train(cfg: Config, compute: Compute) -> None:
     if preference:  # before a checkpoint is loaded, the model is its own reference
         for pairs in (rows, val_rows):
             add_references(pairs, model, base.identity, batch.device_batch_size, compute)
+    elif isinstance(rows, replay.AnchoredRows):
+        replay.add_references(rows, model, batch.device_batch_size, compute)
     val_tokens = 20 * batch.tokens_per_step
     validation = Validation(val_rows, val_tokens, model, base.tokenizer, 0, compute)
     plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)

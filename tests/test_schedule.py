@@ -182,20 +182,21 @@ def test_tables_average_over_a_small_part_of_a_short_run(steps: int, beta: float
 
 
 @pytest.mark.parametrize(
-    ("tokens", "longest", "limit", "length"),
+    ("tokens", "conversations", "longest", "limit", "length"),
     [
-        (18_000, 300, 40_960, 512),  # rows hold the longest
-        (18_000, 9_000, 40_960, 2048),  # which is cut
-        (300_000, 90, 40_960, 2048),
-        (10**9, 90, 40_960, 2048),
-        (10**9, 90, 256, 256),  # the model's context
-        (1, 1, 40_960, 128),
+        (18_000, 600, 300, 40_960, 512),  # rows hold the longest
+        (18_000, 600, 9_000, 40_960, 2048),  # which is cut
+        (24_300, 300, 85, 40_960, 256),  # three of 81 tokens; a row of 128 would hold one
+        (300_000, 9_000, 90, 40_960, 2048),
+        (10**9, 10**7, 90, 40_960, 2048),
+        (10**9, 10**7, 90, 256, 256),  # the model's context
+        (1, 1, 1, 40_960, 128),
     ],
 )
-def test_rows_of_little_data_are_short_and_hold_the_longest_conversation(
-    tokens: int, longest: int, limit: int, length: int
+def test_rows_of_little_data_are_short_and_hold_the_longest_conversation_and_several_others(
+    tokens: int, conversations: int, longest: int, limit: int, length: int
 ) -> None:
-    assert schedule.tuning_row_tokens(tokens, longest, limit) == length
+    assert schedule.tuning_row_tokens(tokens, conversations, longest, limit) == length
 
 
 @pytest.mark.parametrize(
@@ -216,18 +217,18 @@ def test_a_step_leaves_thirty_steps_to_an_epoch_or_has_four_conversations(
     assert schedule.tuning_step_rows(rows, conversations) == step
 
 
-@pytest.mark.parametrize(("steps", "epochs"), [(5, 4), (25, 4), (50, 2), (100, 1), (9_000, 1)])
-def test_a_short_epoch_is_read_several_times(steps: int, epochs: float) -> None:
-    assert schedule.tuning_epochs(steps) == epochs
+@pytest.mark.parametrize(("conversations", "epochs"), [(5, 8), (300, 8), (600, 4), (1600, 1.5), (9_000, 1)])
+def test_few_conversations_are_read_several_times(conversations: int, epochs: float) -> None:
+    assert schedule.tuning_epochs(conversations) == epochs
 
 
 @pytest.mark.parametrize(
     ("width", "steps", "adapter", "full"),
     [
-        (576, 100, 1e-3, 1e-4),
-        (576, 9_000, 5e-4, 5e-5),
-        (192, 100, 2.28e-3, 3e-4),
-        (2560, 100, 3.27e-4, 2.25e-5),
+        (576, 400, 2e-3, 2e-4),
+        (576, 9_000, 1e-3, 1e-4),
+        (192, 100, 7.9e-3, 1.04e-3),
+        (4096, 100, 1.72e-4, 1.05e-5),
     ],
 )
 def test_narrow_models_and_short_runs_are_tuned_at_higher_rates(
@@ -235,4 +236,4 @@ def test_narrow_models_and_short_runs_are_tuned_at_higher_rates(
 ) -> None:
     for trains_adapter, rate in ((True, adapter), (False, full)):
         assert schedule.tuning_rate(width, steps, trains_adapter, False) == pytest.approx(rate, rel=0.01)
-        assert schedule.tuning_rate(width, steps, trains_adapter, True) == pytest.approx(rate / 10, rel=0.01)
+        assert schedule.tuning_rate(width, steps, trains_adapter, True) == pytest.approx(rate / 20, rel=0.01)

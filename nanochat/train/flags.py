@@ -234,8 +234,8 @@ class BatchFlags:
 class Epochs:
     """The flags for the length of a stage, given as passes over its data or as steps."""
 
-    num_epochs: float | Auto = 1.0
-    """passes over the training data; auto: 1, or up to 4 where one pass makes fewer than 100 steps"""
+    num_epochs: float = 1.0
+    """passes over the training data"""
     num_iterations: int | None = None
     """number of steps; overrides num_epochs"""
 
@@ -248,17 +248,7 @@ class Epochs:
         """
         if self.num_iterations is not None:
             return self.num_iterations
-        epochs = self.num_epochs
-        if epochs == "auto":
-            epochs = schedule.tuning_epochs(items / items_per_step)
-            log(
-                tr(
-                    "num_epochs: {epochs:.3g} ({steps:,.3g} steps a pass)",
-                    epochs=epochs,
-                    steps=items / items_per_step,
-                )
-            )
-        steps = max(int(epochs * items) // items_per_step, 1)
+        steps = max(int(self.num_epochs * items) // items_per_step, 1)
         if steps < FEW_STEPS:
             enough = f"--num_epochs={-(-2 * FEW_STEPS * items_per_step // items)}"
             advice = enough
@@ -291,6 +281,31 @@ class Epochs:
             )
         )
         return steps
+
+
+@dataclass(frozen=True)
+class TuningEpochs:
+    """The flags for the length of fine-tuning."""
+
+    num_epochs: float | Auto = "auto"
+    """passes over the training data; auto: 8 for up to 300 conversations, fewer for more, 1 from 2,400 on"""
+    num_iterations: int | None = None
+    """number of steps; overrides num_epochs"""
+
+    def resolved(self, conversations: int) -> Epochs:
+        """Return the flags for data of so many conversations or pairs, without "auto"."""
+        if self.num_epochs != "auto":
+            return Epochs(self.num_epochs, self.num_iterations)
+        epochs = schedule.tuning_epochs(conversations)
+        if self.num_iterations is None:
+            log(
+                tr(
+                    "num_epochs: {epochs:.3g} (for {conversations:,} conversations)",
+                    epochs=epochs,
+                    conversations=conversations,
+                )
+            )
+        return Epochs(epochs, self.num_iterations)
 
 
 @dataclass(frozen=True)

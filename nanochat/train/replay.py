@@ -1,42 +1,58 @@
 """Text that a published model writes itself before it is fine-tuned, so that it forgets less.
 
 A model that trains on a few conversations only moves away from everything else that it knows. Rows
-of its own words, sampled at temperature 1, hold it: before training, the expected gradient of the
-loss on them is zero, and it grows as the model moves. No other data is needed. Half of the words
-are replies to general prompts of the package, and half are texts without a prompt.
+of its own words, sampled at temperature 1, pull it back: their loss estimates the divergence of the
+model from what it was before training. No other data is needed. Half of the words are replies to
+general prompts of the package, and half are texts without a prompt.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
 from importlib import resources
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+
 from nanochat.checkpoint_manager.huggingface.base import Base
 from nanochat.checkpoint_manager.load import load_published
 from nanochat.common import UserError, log, tr
+from nanochat.context import Packed
 from nanochat.data.conversation import Conversation, user
-from nanochat.dataloader import MixedRows, PackedRows, Rows, blend
-from nanochat.device import Compute
+from nanochat.dataloader import MixedRows, PackedRows, Rows
+from nanochat.device import Compute, to_device
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.prepare.conversations import conversation_folder, prepare_rendered
 from nanochat.prepare.plan import plan
+from nanochat.runtime import parallel, signals
 from nanochat.runtime.progress import Progress, amount
 from nanochat.tokenizer import Rendered
 from nanochat.train.fit.memory import reachable
+from nanochat.train.flags import Auto
 
 VERSION = 1  # part of the key of the words; change it together with what is sampled
-MOST_TOKENS = 32_768  # of own words, which a long run reads several times
-PER_TOKEN = 2  # tokens of own words for each token of the data, until there are MOST_TOKENS
+TOKENS = 32_768  # of own words, which a long run reads several times
 LONGEST_TEXT = 256  # tokens of a text or a reply
 SLOTS = 16  # texts that are sampled together
+EVERY = 4  # by default, one row in so many is the model's own
+# Tokens of data above which the default is none: such data has a variety of its own, and the few own
+# words would be read again and again.
+MOST_DATA = 1_000_000
+NOT_OWN = 1.0  # stands for the reference of a token of the data; no log-probability is above 0
+# In nats: the pull on a token stops growing once the model finds it this much more likely.
+LARGEST = 5.0
 MEMORY_SHARE = 0.8  # of the device's memory, which the whole model may take while it writes
 
 
-def check_replay(every: int, base: Base, compute: Compute) -> None:
+def check_replay(every: int | Auto, loss: str, base: Base, compute: Compute) -> None:
     """Raise UserError (exit code 2) if one row in `every` cannot be the model's own; 0: none is.
 
-    The whole model must fit one device to write its words.
+    The whole model must fit one device to write its words, and DPO (`loss` is "dpo") has pairs of
+    answers only. "auto" leaves such rows out where they cannot be.
     """
+    if every == "auto" or every == 0:
+        return
     if every == 1:
         raise UserError(
             tr(
@@ -45,34 +61,134 @@ def check_replay(every: int, base: Base, compute: Compute) -> None:
             ),
             exit_code=2,
         )
-    size = base.model.parameter_counts()["total"] * compute.dtype.itemsize
-    available = reachable(compute)
-    if every and size > MEMORY_SHARE * available:
+    if loss == "dpo":
+        raise UserError(
+            tr(
+                "--replay_every={every} is for --loss=answers: dpo is held to the model before "
+                "training by --dpo_beta. Leave the flag out",
+                every=every,
+            ),
+            exit_code=2,
+        )
+    if not _fits_whole(base, compute):
         raise UserError(
             tr(
                 "--replay_every={every} needs the whole model on one device to write its own words: "
                 "it takes {size}, and {available} are there. Leave the flag out",
                 every=every,
-                size=amount(size, "B"),
-                available=amount(available, "B"),
+                size=amount(_size(base, compute), "B"),
+                available=amount(reachable(compute), "B"),
             ),
             exit_code=2,
         )
 
 
-def with_own_words(rows: Rows, every: int, base: Base, seed: int, compute: Compute) -> MixedRows:
+def resolve_every(every: int | Auto, loss: str, rows: Rows, base: Base, compute: Compute) -> int:
+    """Return the number of rows of which one is the model's own; 0: none is.
+
+    It is `every`, unless that is "auto". Every rank must call this; all get the same number.
+    """
+    if every != "auto":
+        return every
+    data_tokens = rows.count * (rows.row_tokens - 1)
+    if loss == "dpo" or data_tokens > MOST_DATA:
+        return 0
+    return EVERY if parallel.agree(int(_fits_whole(base, compute)), compute) else 0
+
+
+def _size(base: Base, compute: Compute) -> int:
+    return base.model.parameter_counts()["total"] * compute.dtype.itemsize
+
+
+def _fits_whole(base: Base, compute: Compute) -> bool:
+    """Return whether a device of this rank can hold the whole model, in order to write."""
+    return _size(base, compute) <= MEMORY_SHARE * reachable(compute)
+
+
+class AnchoredRows(MixedRows):
+    """Rows of the data, and rows of the model's own words, whose loss pulls the model back.
+
+    A batch has one more tensor, `references`, float32 (B, T): the log-probability that the model
+    gave each target of its own words before training, and NOT_OWN for the targets of the data.
+    """
+
+    extras = ("documents", "references")
+
+    def __init__(self, data: Rows, own: PackedRows, every: int):
+        """Take one row in `every` from `own`; an epoch has all rows of `data`.
+
+        The references of `own` are NOT_OWN until add_references() computes them.
+        """
+        key = f"{data.key} {own.key} {every} anchored"  # checkpoints contain this key
+        count = data.count * every // (every - 1)
+        super().__init__([data, own], [every - 1, 1], count, key)
+        self.own = own
+        self.references = np.full((own.size, own.row_tokens - 1), NOT_OWN, np.float32)
+
+    def batch(self, plan_rows: np.ndarray) -> tuple[Tensor, ...]:
+        """Return (inputs, targets, documents, references) of rows of the plans, (B, T) each."""
+        references = np.full((len(plan_rows), self.row_tokens - 1), NOT_OWN, np.float32)
+        first_own = self.sources[0].size
+        is_own = plan_rows >= first_own
+        references[is_own] = self.references[plan_rows[is_own] - first_own]
+        return *super().batch(plan_rows), torch.from_numpy(references)
+
+
+def anchored_loss(
+    losses: Tensor,  # (B, T) fp32, in nats, 0 for ignored tokens
+    references: Tensor,  # (B, T) as in AnchoredRows
+) -> Tensor:  # ()
+    """Return the summed loss of tokens of the data and of the model's own words.
+
+    A token of the data counts as it is. A token of the model's own words counts as r - 1 - log r,
+    where r is its probability now over the one before training. The mean of that is the divergence
+    KL(before || now), and its gradient is exactly 0 for every single token of an unchanged model
+    (Schulman 2020, joschu.net/blog/kl-approx.html); the gradient of the plain loss is 0 on average
+    only, and its noise slows the learning of the data.
+    """
+    log_ratio = -losses - references
+    divergence = log_ratio.clamp_max(LARGEST).exp() - 1 - log_ratio
+    return torch.where(references == NOT_OWN, losses, divergence).sum()
+
+
+@torch.no_grad()
+def add_references(rows: AnchoredRows, model: nn.Module, batch_rows: int, compute: Compute) -> None:
+    """Let `model`, as it is before training, score its own words: sets `rows.references`.
+
+    Every rank must call this; a forward pass has at most `batch_rows` rows. Raises signals.Stopped
+    if the run is asked to stop.
+    """
+    own = rows.own
+    scores = np.zeros_like(rows.references)
+    rows_per_pass = batch_rows * compute.world_size
+    model.eval()  # without dropout
+    for first in range(0, own.size, rows_per_pass):
+        signals.check(compute)
+        begin = first + compute.rank * batch_rows
+        numbers = np.arange(begin, min(begin + batch_rows, own.size))
+        # A sharded model needs every rank in every pass, so a rank without rows reads row 0.
+        plan_rows = numbers if len(numbers) else np.zeros(1, np.int64)
+        idx, targets, documents = (to_device(tensor, compute) for tensor in own.batch(plan_rows))
+        losses = model(idx, targets, "none", context=Packed(documents))
+        references = torch.where(targets >= 0, -losses.float(), NOT_OWN).cpu().numpy()
+        scores[numbers] = references[: len(numbers)]
+        compute.pulse.beat()
+    model.train()
+    totals = parallel.total(scores.ravel().tolist(), compute)
+    rows.references = np.array(totals, np.float32).reshape(scores.shape)
+
+
+def with_own_words(rows: Rows, every: int, base: Base, seed: int, compute: Compute) -> AnchoredRows:
     """Return `rows` with one row in `every` from the model's own words, which are made if needed.
 
     Every rank calls this before the weights of the trained model are loaded.
     """
-    data_tokens = rows.count * (rows.row_tokens - 1)
-    tokens = min(PER_TOKEN * data_tokens, MOST_TOKENS)
-    key = f"own words {VERSION} {base.identity} {tokens} {seed} {rows.row_tokens}"
+    key = f"own words {VERSION} {base.identity} {TOKENS} {seed} {rows.row_tokens}"
     longest = min(LONGEST_TEXT, rows.row_tokens)
     folder = conversation_folder("own-words", base.tokenizer, key)
 
     def sampled() -> list[Rendered]:
-        return list(_sampled(base, tokens, longest, seed, compute))
+        return list(_sampled(base, longest, seed, compute))
 
     token_set = prepare_rendered(folder, sampled, base.tokenizer, key)
     own_plan = plan(token_set, rows.row_tokens, cut=False, too_long="cut")
@@ -85,13 +201,13 @@ def with_own_words(rows: Rows, every: int, base: Base, seed: int, compute: Compu
             tokens=token_set.tokens,
         )
     )
-    return blend(rows, own_rows, every)
+    return AnchoredRows(rows, own_rows, every)
 
 
 def _sampled(
-    base: Base, tokens: int, longest: int, seed: int, compute: Compute
+    base: Base, longest: int, seed: int, compute: Compute
 ) -> Iterator[Rendered]:
-    """Yield texts and replies of the model until they have `tokens` tokens together.
+    """Yield texts and replies of the model until they have TOKENS tokens together.
 
     No text has more than `longest` tokens with its prompt. Only sampled tokens are marked as
     trained.
@@ -102,7 +218,7 @@ def _sampled(
     prompts = [tokenizer.render_prompt(Conversation((user(text),))) for text in _questions()]
     short_prompts = [prompt for prompt in prompts if len(prompt) <= longest // 2]
     total = 0
-    with Progress(tr("own words"), tokens, tr("tokens")) as progress:
+    with Progress(tr("own words"), TOKENS, tr("tokens")) as progress:
         for round_number in itertools.count():
             sampling = Sampling(temperature=1.0, max_tokens=longest, seed=seed + round_number)
             chosen = _turn(short_prompts, round_number)
@@ -114,7 +230,7 @@ def _sampled(
                 yield Rendered([*start, *completion.tokens], [0] * len(start) + trained)
                 total += len(start) + len(trained)
                 progress.advance(len(start) + len(trained))
-                if total >= tokens:
+                if total >= TOKENS:
                     return
 
 

@@ -102,7 +102,7 @@ def test_a_step_of_fine_tuning_with_an_adapter(real_model: Path, tmp_path: Path)
     messages = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "In Paris."}]
     (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 8)
     flags = {"model": real_model, "data": (str(tmp_path / "chats.jsonl"),), "max_length": 64, "num_iterations": 2,
-             "target_examples_per_step": 2, "device_batch_size": 1, "learning_rate": 1e-3, "compile": False,
+             "target_examples_per_step": 2, "replay_every": 0, "device_batch_size": 1, "learning_rate": 1e-3, "compile": False,
              "out_tag": "paris"}  # fmt: skip
     finetune.train(configured(finetune.Config, **flags), on_cpu())
     first, *_, last = [line["loss"] for line in read_metrics(checkpoint_dir("tune", "paris")) if "loss" in line]

@@ -71,7 +71,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def config(models: Path, family: str = "qwen3", **given: Any) -> finetune.Config:
     flags = {"max_length": 48, "target_examples_per_step": 4, "num_iterations": 4, "learning_rate": 3e-3,
-             "compile": False, "out_tag": "made", "device_batch_size": 2, "model": models / family,
+             "compile": False, "out_tag": "made", "device_batch_size": 2, "model": models / family, "replay_every": 0,
              "data": (str(models / "chats.jsonl"),)}  # fmt: skip
     return configured(finetune.Config, **{**flags, **given})
 
@@ -196,6 +196,10 @@ def test_a_stopped_run_with_the_models_own_words_ends_with_the_same_bits(models:
 
 def test_own_words_in_every_row_are_refused(models: Path) -> None:
     assert "--replay_every" in refused(models, replay_every=1)
+
+
+def test_own_words_beside_pairs_are_refused(models: Path) -> None:
+    assert "--dpo_beta" in refused(models, replay_every=4, loss="dpo")
 
 
 # --- what is left at auto ------------------------------------------------------------------------

@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanochat.checkpoint_manager.huggingface.base import open_base
+from nanochat.checkpoint_manager.load import load_published
 from nanochat.common import UserError
+from nanochat.context import Packed
 from nanochat.dataloader import MixedRows, chat_rows
 from nanochat.train import replay
 from tasks.mixtures import own_conversations
@@ -18,6 +21,7 @@ LENGTH = 48
 
 @pytest.fixture(autouse=True)
 def base_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(replay, "TOKENS", 600)
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     return tmp_path
 
@@ -32,6 +36,71 @@ def mixed(tmp_path: Path, every: int = 3, seed: int = 1) -> tuple[Any, MixedRows
     conversations = own_conversations([str(tmp_path / "chats.jsonl")])
     rows, _ = chat_rows("tune", conversations, base.tokenizer, LENGTH, 1, True, "cut")
     return rows, replay.with_own_words(rows, every, base, seed, on_cpu())
+
+
+def test_the_references_are_the_log_probabilities_of_the_models_own_words_before_training(tmp_path: Path) -> None:
+    _, rows = mixed(tmp_path)
+    module = load_published(tmp_path / "model", None, on_cpu()).model
+    assert isinstance(rows, replay.AnchoredRows)
+    replay.add_references(rows, module, 3, on_cpu())
+    inputs, targets, documents, references = rows.batch(rows.plan_rows(0, rows.count))
+    is_own = rows.plan_rows(0, rows.count) >= rows.sources[0].size
+    assert (references[~is_own] == replay.NOT_OWN).all()
+    with torch.no_grad():
+        losses = module(inputs, targets, "none", context=Packed(documents))
+    scored = torch.from_numpy(is_own)[:, None] & (targets >= 0)
+    assert ((references != replay.NOT_OWN) == scored).all() and scored.any()
+    torch.testing.assert_close(references[scored], -losses[scored])
+
+
+def test_an_unchanged_model_gets_no_gradient_from_its_own_words() -> None:
+    losses = torch.tensor([[2.0, 1.0, 0.5, 0.0]], requires_grad=True)
+    references = torch.tensor([[-2.0, -1.0, replay.NOT_OWN, replay.NOT_OWN]])
+    loss = replay.anchored_loss(losses, references)
+    loss.backward()
+    assert loss.item() == 0.5
+    assert losses.grad is not None and losses.grad.tolist() == [[0, 0, 1, 1]]
+
+
+def test_the_mean_of_the_anchored_loss_is_the_divergence() -> None:
+    generator = torch.Generator().manual_seed(1)
+    before, now = (torch.randn(2, 5, generator=generator) / 2).log_softmax(1).unbind(0)
+    each = torch.stack([replay.anchored_loss(-now[i : i + 1], before[i : i + 1]) for i in range(5)])
+    expected = (before.exp() * (before - now)).sum()
+    torch.testing.assert_close((before.exp() * each).sum(), expected)
+
+
+def test_a_word_that_became_far_likelier_pulls_no_harder_than_the_cap() -> None:
+    losses = torch.tensor([[0.0]], requires_grad=True)
+    replay.anchored_loss(losses, torch.tensor([[-1000.0]])).backward()
+    assert losses.grad is not None and losses.grad.item() == 1.0  # of -log r alone
+
+
+@pytest.mark.parametrize(
+    ("every", "loss", "most_data", "memory", "expected"),
+    [
+        ("auto", "answers", 10**6, 10**9, replay.EVERY),
+        ("auto", "dpo", 10**6, 10**9, 0),
+        ("auto", "answers", 10, 10**9, 0),  # data of more tokens
+        ("auto", "answers", 10**6, 1000, 0),  # the model is larger than the device
+        (7, "answers", 10, 10**9, 7),
+    ],
+)
+def test_by_default_little_data_is_mixed_with_own_words(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    every: Any,
+    loss: str,
+    most_data: int,
+    memory: int,
+    expected: int,
+) -> None:
+    rows, _ = mixed(tmp_path)
+    base = open_base(tmp_path / "model", LENGTH, None, on_cpu(), 1)
+    monkeypatch.setattr(replay, "MOST_DATA", most_data)
+    monkeypatch.setattr(replay, "reachable", lambda compute: memory)
+    replay.check_replay(every, loss, base, on_cpu())
+    assert replay.resolve_every(every, loss, rows, base, on_cpu()) == expected
 
 
 def test_one_row_in_three_holds_words_that_the_model_sampled(tmp_path: Path) -> None:
@@ -60,9 +129,9 @@ def test_the_same_seed_samples_the_same_words(tmp_path: Path, monkeypatch: pytes
 def test_a_model_larger_than_the_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mixed(tmp_path)
     base = open_base(tmp_path / "model", LENGTH, None, on_cpu(), 1)
-    replay.check_replay(4, base, on_cpu())
+    replay.check_replay(4, "answers", base, on_cpu())
     monkeypatch.setattr(replay, "reachable", lambda compute: 1000)
-    replay.check_replay(0, base, on_cpu())
+    replay.check_replay(0, "answers", base, on_cpu())
     with pytest.raises(UserError, match="--replay_every=4") as failure:
-        replay.check_replay(4, base, on_cpu())
+        replay.check_replay(4, "answers", base, on_cpu())
     assert failure.value.exit_code == 2
