@@ -174,6 +174,14 @@ class Config:
                 ),
                 exit_code=2,
             )
+        if self.run.graphs:
+            raise UserError(
+                tr(
+                    "--graphs captures passes over rows of one document, and those of fine-tuning "
+                    "hold several conversations: leave it out"
+                ),
+                exit_code=2,
+            )
 
     @property
     def recomputes(self) -> bool:
@@ -215,7 +223,7 @@ class Config:
         """
         cfg = self
         if begun and cfg.replay_every == "auto":
-            cfg = replace(cfg, replay_every=begun.get("replay_every", 0))
+            cfg = replace(cfg, replay_every=begun.get("replay_every", BEFORE_FLAGS["replay_every"]))
         if not begun or HELD_OUT_FACT in begun:
             return cfg
         if cfg.max_length == "auto":

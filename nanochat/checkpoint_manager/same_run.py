@@ -27,6 +27,7 @@ REPLACED = {"fp8": ("matmul", "fp8")}
 BEFORE_FLAGS = {
     "bigram_rows": 0,
     "offset_layers": 0,
+    "replay_every": 0,
     "held out": "one in 50",
     "automatic learning rate": "1e-4 for an adapter, 1e-5 for every parameter",
 }

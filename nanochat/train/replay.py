@@ -204,9 +204,7 @@ def with_own_words(rows: Rows, every: int, base: Base, seed: int, compute: Compu
     return AnchoredRows(rows, own_rows, every)
 
 
-def _sampled(
-    base: Base, longest: int, seed: int, compute: Compute
-) -> Iterator[Rendered]:
+def _sampled(base: Base, longest: int, seed: int, compute: Compute) -> Iterator[Rendered]:
     """Yield texts and replies of the model until they have TOKENS tokens together.
 
     No text has more than `longest` tokens with its prompt. Only sampled tokens are marked as

@@ -198,6 +198,10 @@ def test_own_words_in_every_row_are_refused(models: Path) -> None:
     assert "--replay_every" in refused(models, replay_every=1)
 
 
+def test_captured_passes_are_refused_before_the_model_is_read(models: Path) -> None:
+    assert "--graphs" in refused(models, graphs=True)
+
+
 def test_own_words_beside_pairs_are_refused(models: Path) -> None:
     assert "--dpo_beta" in refused(models, replay_every=4, loss="dpo")
 
@@ -237,7 +241,8 @@ def test_a_run_of_an_earlier_version_resumes_with_its_rate_its_sizes_and_its_val
     models: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its defaults were 2,048 tokens, 32 rows, one epoch, a rate of 1e-4 and one conversation in 50 held out."""
-    then = {"max_length": 96, "target_examples_per_step": 8, "num_epochs": 2.0, "learning_rate": 1e-4}
+    then = {"max_length": 96, "target_examples_per_step": 8, "num_epochs": 2.0, "learning_rate": 1e-4,
+            "replay_every": 0}  # fmt: skip
 
     def of_then(paths: Any, *_: Any) -> Any:
         return own_conversations(paths, 50)
