@@ -162,13 +162,26 @@ def build(
 def on_meta(shape: Any, compute: Compute) -> Any:
     """Return a model with the configuration `shape` on the meta device, where it takes no memory.
 
-    To use it, call to_empty(), and then init_weights() or load its parameters.
+    To use it, call allocate(), and then init_weights() or load its parameters.
     """
     family = families()[family_of(shape)]
     with torch.device("meta"):
         model = family.model(shape, dtype=compute.dtype)
     accelerate(model, compute.operations)
     return model
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give the parameters of a whole model on the meta device uninitialised memory on `device`.
+
+    The model must not be sharded and must have no buffers. Its own to_empty() does the same, but
+    torch computes the strides of a tensor on the meta device with sympy, whose import takes more
+    than a second and 40 MB that stay.
+    """
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            setattr(module, name, nn.Parameter(memory, parameter.requires_grad))
 
 
 def cast_matrices(model: nn.Module, dtype: torch.dtype) -> None:

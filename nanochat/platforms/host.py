@@ -254,7 +254,7 @@ def keep_freed_memory() -> None:
 def give_freed_memory_back() -> None:
     """Give freed memory back to the system, if the C library can do so (glibc can).
 
-    After compiling, this frees about 0.5 GB.
+    After compiling, this frees about 0.5 GB, and after 32 chats of a small model about 50 MB.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -4,7 +4,7 @@ As in layers.py, the parameters have the same names as in the plain layers. The 
 same as in models/qwen/layers.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -66,9 +66,24 @@ class Joined:
 
 
 class OperatorVocabulary(Vocabulary):
-    """A vocabulary whose loss the platform computes."""
+    """A vocabulary whose loss the platform computes, and whose table a platform may store.
+
+    While a platform stores the table, the weight is empty: `multiply` and `look_up` replace it.
+    """
 
     operations: Operations
+    look_up: Callable[[Tensor], Tensor] | None = None  # token ids (...) -> embeddings (..., C)
+
+    def release(self) -> None:
+        """Give an emptied weight its shape back, without its values, for Operations.release()."""
+        if self.look_up is not None:
+            blank = self.weight.new_empty(self.shape)
+            self.weight = nn.Parameter(blank, requires_grad=False)
+            self.look_up = None
+
+    def embeddings(self, ids: Tensor) -> Tensor:
+        """Implement Vocabulary.embeddings with the table that the platform stores, if it does."""
+        return super().embeddings(ids) if self.look_up is None else self.look_up(ids)
 
     def loss(
         self,
@@ -77,15 +92,30 @@ class OperatorVocabulary(Vocabulary):
         weights: Tensor | None,  # (N,)
     ) -> Tensor:
         """Implement Vocabulary.loss with the platform's loss."""
+        if self.look_up is not None:
+            losses = self.token_losses(x, targets)
+            return losses.sum() if weights is None else (losses * weights).sum()
         return self.operations.loss(
             x,
             self.weight,
             targets,
-            vocab=self.weight.size(0),
+            vocab=self.shape[0],
             weights=weights,
             chunk=self.chunk,
             capped=False,
         )
+
+    def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:  # (N, C), (N,) -> (N,)
+        """Implement Vocabulary.token_losses with the table that the platform stores, if it does."""
+        if self.look_up is None:
+            return super().token_losses(x, targets)
+        losses = []
+        chunks = zip(x.split(self.chunk), targets.split(self.chunk), strict=True)
+        for chunk, chunk_targets in chunks:
+            logits = self.logits(chunk)
+            loss = F.cross_entropy(logits, chunk_targets, ignore_index=-1, reduction="none")
+            losses.append(loss)
+        return torch.cat(losses)
 
 
 class OperatorNorm(Norm):

@@ -7,7 +7,7 @@ shape are adjacent in memory. Matrices that are not are copied first, with the s
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn as nn
@@ -28,9 +28,9 @@ class HasUnits(Protocol):
     def units(self) -> Layer: ...
 
 
-def empty_weight(matrix: nn.Linear) -> None:
+def empty_weight(matrix: nn.Module) -> None:
     """Replace a matrix's weight with an empty one, because another function now multiplies."""
-    nothing = matrix.weight.new_empty(0)
+    nothing = cast(Tensor, matrix.weight).new_empty(0)
     matrix.weight = nn.Parameter(nothing, requires_grad=False)
 
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch.nn as nn
 
-from nanochat.checkpoint_manager.families import cast_matrices, on_meta
+from nanochat.checkpoint_manager.families import allocate, cast_matrices, on_meta
 from nanochat.device import Compute
 from nanochat.model import Model
 from nanochat.runtime import parallel
@@ -25,7 +25,7 @@ class Sampler:
         own_compute = replace(compute, operations=self.operations)
         self.model = on_meta(cast(Any, trained.config), own_compute).eval()
         cast_matrices(self.model, compute.dtype)
-        self.model.to_empty(device=compute.device)
+        allocate(self.model, compute.device)
 
     def renew(self, trained: Model) -> None:
         """Copy the weights of `trained` to `model`. Every rank must call this after each update."""

@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from nanochat.common import UserError, own_language
 from nanochat.generate.sampling import Sampling
+from nanochat.platforms.host import give_freed_memory_back
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.waiting import Line
 
@@ -33,6 +34,7 @@ class EngineEvent(Protocol):
 SHARE_ALONE = 2
 SHARE_BESIDE_OTHERS = 8
 RECENT_SECONDS = 60.0
+REST_SECONDS = 1.0  # without commands, after which freed memory goes back to the system
 NEWS_SECONDS = 0.02  # least time between two deliveries: too short for a reader to notice
 # The largest total size of all tickets, as estimated, until they are released. One address may have
 # half of it.
@@ -296,13 +298,24 @@ class EngineThread(Generic[E]):
         while not self._inbox.empty() or not (self._engine.busy or len(self.line)):
             if self._inbox.empty():
                 self._publish()  # a cancellation may have left events undelivered
-            command = self._inbox.get()
+            command = self._next_command()
             if command == "stop":
                 return False
             if isinstance(command, Ticket):
                 self._drop(command, None)
             self.free_slots = self._engine.free_slots
         return True
+
+    def _next_command(self) -> "Ticket[E] | Literal['look', 'stop']":
+        """Wait for a command, and return it.
+
+        If none comes for a while, first give back the memory that the passes have freed.
+        """
+        try:
+            return self._inbox.get(timeout=REST_SECONDS)
+        except queue.Empty:
+            give_freed_memory_back()
+            return self._inbox.get()
 
     def _fill(self) -> None:
         """Hand requests to the engine while it has slots for them, with addresses taking turns."""

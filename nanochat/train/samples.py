@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch.nn as nn
 
-from nanochat.checkpoint_manager.families import cast_matrices, on_meta
+from nanochat.checkpoint_manager.families import allocate, cast_matrices, on_meta
 from nanochat.data.conversation import Part, Task, words
 from nanochat.dataloader import Source
 from nanochat.device import Compute
@@ -76,7 +76,7 @@ def keep_replies(
         return
     speaker = on_meta(cast(Any, model.config), compute).eval()
     cast_matrices(speaker, compute.dtype)
-    speaker.to_empty(device=compute.device)
+    allocate(speaker, compute.device)
     parallel.refresh(speaker, trained)
     room = min(max(map(len, prompts)) + LONGEST, model.config.sequence_len)
     engine = Engine(speaker, tokenizer, len(prompts), room)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -240,18 +242,41 @@ def test_int8_is_for_qwen_on_a_cpu_that_computes_in_bf16(folder: Path, base_fold
     assert caught.value.exit_code == 2
 
 
-def test_an_adapter_that_can_only_be_merged_is_not_served_beside_others(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # matrices in bf16 may be stored elsewhere
+def test_an_adapter_that_can_only_be_merged_is_not_served_beside_others(
+    folder: Path, tmp_path: Path, dtype: str
+) -> None:
     import peft
 
     theirs = peft.get_peft_model(oracle(load_qwen(folder, on_cpu())), peft.LoraConfig(target_modules=["q_proj"]))
     theirs.save_pretrained(tmp_path / "plain")
-    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"])
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["norm", "k_proj"])
     theirs = peft.get_peft_model(oracle(load_qwen(folder, on_cpu())), config)
     theirs.save_pretrained(tmp_path / "whole")
-    base = choose(ModelFlags(model=folder), "auto", on_cpu())
+    base = choose(ModelFlags(model=folder), dtype, on_cpu())
     assert load_adapters(base, {"plain": tmp_path / "plain"}, on_cpu())
     with pytest.raises(UserError) as refused:
         load_adapters(base, {"plain": tmp_path / "plain", "whole": tmp_path / "whole"}, on_cpu())
     assert refused.value.exit_code == 2
     for part in ("'whole'", "norm.weight", f"nanochat.export MERGED --model BASE --adapter {tmp_path / 'whole'}"):
         assert part in str(refused.value)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt"])
+def test_serving_a_model_imports_no_compiler_and_no_library_of_training(
+    family: str, folder: Path, base_folder: Path
+) -> None:
+    """sympy alone, which torch's compiler needs, takes 40 MB as long as the server runs."""
+    flags = "model=Path(sys.argv[1])" if family == "qwen3" else "source='sft'"
+    tiny_checkpoint("sft", 10)
+    code = f"""if True:
+        import sys
+        from pathlib import Path
+        from scripts.chat_web import Config, models_of
+        from nanochat.device import compute_init
+        models_of(Config({flags}, slots=1, device_type="cpu", dtype="bfloat16"), compute_init("cpu"))
+        print(*{{name.partition(".")[0] for name in sys.modules}}, *sys.modules)
+    """
+    printed = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    unneeded = {"sympy", "triton", "torch._dynamo", "torch._inductor", "transformers", "peft", "datasets", "pyarrow"}
+    assert unneeded.isdisjoint(printed.stdout.splitlines()[-1].split())

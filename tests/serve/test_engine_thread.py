@@ -369,3 +369,19 @@ async def test_release_takes_back_all_requests_of_a_ticket():
         assert await said(last) == "last"
         await until(lambda: thread.free_slots == 2)
         assert [seen.cancelled for seen in engine.seen] == [True, True, False]
+
+
+@asynchronous
+async def test_an_engine_that_rests_gives_freed_memory_back(monkeypatch: pytest.MonkeyPatch):
+    engine = FakeEngine(slots=1)
+    busy_when_given_back: list[bool] = []
+    monkeypatch.setattr(engine_thread, "REST_SECONDS", 0.01)
+    monkeypatch.setattr(engine_thread, "give_freed_memory_back", lambda: busy_when_given_back.append(engine.busy))
+    async with started(engine) as thread:
+        await until(lambda: busy_when_given_back)
+        earlier = len(busy_when_given_back)
+        answered = ticket("once more")
+        thread.submit(answered)
+        assert await said(answered) == "once more"
+        await until(lambda: len(busy_when_given_back) > earlier)
+    assert not any(busy_when_given_back)

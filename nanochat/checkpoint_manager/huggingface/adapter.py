@@ -202,11 +202,10 @@ def _fit_problem(model: Qwen, settings: PeftSettings, tensors: Mapping[str, Tens
     expected: dict[str, tuple[int, ...]] = {}
     for module in _adapted_modules(tensors):
         expected |= _factor_shapes(model, settings, module)
-    parameters = dict(model.named_parameters())
-    parameters.setdefault(f"{HEAD}.weight", model.head.weight)
+    parameter_shapes = _parameter_shapes(model)
     for name, parameter_name in _whole_parameters(tensors).items():
-        if parameter_name in parameters:
-            expected[name] = tuple(parameters[parameter_name].shape)
+        if parameter_name in parameter_shapes:
+            expected[name] = parameter_shapes[parameter_name]
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted({*shapes, *expected}):
         shape = shapes.get(name, tr("missing"))
@@ -230,6 +229,21 @@ def _fit_problem(model: Qwen, settings: PeftSettings, tensors: Mapping[str, Tens
     return ""
 
 
+def _parameter_shapes(model: Qwen) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter by its name, and that of the head, which may be tied.
+
+    The weights that are empty while a model is served count with the shapes of their matrices.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            shapes[f"{name}.weight"] = (module.out_features, module.in_features)
+        elif isinstance(module, Vocabulary):
+            shapes[f"{name}.weight"] = module.shape
+    shapes.setdefault(f"{HEAD}.weight", model.head.shape)
+    return shapes
+
+
 def _factor_shapes(model: Qwen, settings: PeftSettings, module: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes that an adapter's factors for a module must have, by name.
 
@@ -238,14 +252,14 @@ def _factor_shapes(model: Qwen, settings: PeftSettings, module: str) -> dict[str
     rank = settings.config_of(module).rank
     shapes: dict[str, tuple[int, ...]]
     if module == EMBEDDING:
-        vocabulary, channels = model.model.embed_tokens.weight.shape
+        vocabulary, channels = model.model.embed_tokens.shape
         shapes = {"lora_embedding_A": (rank, vocabulary), "lora_embedding_B": (channels, rank)}
         magnitudes = channels
     else:
         layer = model.head if module == HEAD else dict(model.named_modules()).get(module)
         if not isinstance(layer, Linear | Vocabulary):
             return {}
-        outputs, inputs = layer.weight.shape
+        outputs, inputs = _parameter_shapes(model)[f"{module}.weight"]
         shapes = {"lora_A.weight": (rank, inputs), "lora_B.weight": (outputs, rank)}
         magnitudes = outputs
         if settings.lora_bias:

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanochat.checkpoint_manager.families import cast_matrices, on_meta
+from nanochat.checkpoint_manager.families import allocate, cast_matrices, on_meta
 from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.huggingface.folders import refuse_pickle, refuse_pointer
 from nanochat.checkpoint_manager.huggingface.quantised import (
@@ -356,6 +356,6 @@ def load_qwen(
     to_empty() and load_weights() instead.
     """
     model = qwen_on_meta(folder, compute, dtype or compute.dtype, sequence_len)
-    model.to_empty(device=compute.device)
+    allocate(model, compute.device)
     load_weights(model, folder)
     return model.eval()

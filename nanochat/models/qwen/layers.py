@@ -31,13 +31,14 @@ class Vocabulary(nn.Module):
 
     def __init__(self, config: QwenConfig):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.n_embd))
+        self.shape = (config.vocab_size, config.n_embd)  # of the weight
+        self.weight = nn.Parameter(torch.empty(self.shape))
         self.multiply: Multiply | None = None  # replaces the product with the weight, as in Linear
 
     @property
     def chunk(self) -> int:
         """The number of tokens whose loss is computed in one chunk."""
-        return min(self.loss_tokens, max(self.loss_logits // self.weight.size(0), 64))
+        return min(self.loss_tokens, max(self.loss_logits // self.shape[0], 64))
 
     def forward(
         self,
@@ -52,7 +53,7 @@ class Vocabulary(nn.Module):
         sum of the losses, or with reduction "none" the loss of each token (...).
         """
         if not input.is_floating_point():
-            return F.embedding(input, self.weight)
+            return self.embeddings(input)
         if targets is None:
             return self.logits(input)
         x = input.flatten(0, -2)
@@ -61,6 +62,10 @@ class Vocabulary(nn.Module):
             return losses.clone()  # a sharded module must not return a view
         flat_weights = None if weights is None else weights.flatten()
         return self.loss(x, targets.flatten(), flat_weights)
+
+    def embeddings(self, ids: Tensor) -> Tensor:  # (...) -> (..., C)
+        """Return the embeddings of token ids."""
+        return F.embedding(ids, self.weight)
 
     def logits(self, x: Tensor) -> Tensor:  # (..., C) -> (..., V) fp32
         """Return the logits of all tokens in the vocabulary."""
@@ -75,12 +80,12 @@ class Vocabulary(nn.Module):
         weights: Tensor | None,
     ) -> Tensor:
         """Return the weighted sum of the losses of N tokens."""
-        vocab = self.weight.size(0)
+        vocab = self.shape[0]
         return chunked_loss(x, self.weight, targets, vocab, weights, self.chunk, capped=False)
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:  # (N, C), (N,) -> (N,)
         """Return the loss of each of N tokens."""
-        vocab = self.weight.size(0)
+        vocab = self.shape[0]
         return token_losses(x, self.weight, targets, vocab, self.chunk, capped=False)
 
 

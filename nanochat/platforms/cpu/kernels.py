@@ -313,6 +313,22 @@ class Kernels:
         actual = torch.frombuffer(memory, dtype=weight.dtype)
         return pointer if torch.equal(actual.view(expected.shape), expected) else None
 
+    @staticmethod
+    def pairs(
+        pointer: int,
+        shape: torch.Size,  # (outputs, inputs)
+    ) -> Tensor:  # (outputs / 64, inputs / 2, 64) int32
+        """Return the matrix at the address `pointer`, which reads() returned, without a copy.
+
+        Each element holds two adjacent inputs of an output in bf16. The tensor does not keep the
+        memory alive.
+        """
+        outputs, inputs = shape
+        size = outputs * inputs // 2
+        memory = (ctypes.c_int32 * size).from_address(pointer)
+        elements = torch.frombuffer(memory, dtype=torch.int32)
+        return elements.view(outputs // BLOCK, inputs // 2, BLOCK)
+
     def multiply(
         self,
         x: Tensor,  # (..., inputs) bf16

@@ -4,7 +4,7 @@ Shapes: B batch, T time, H heads, D head dimension, C channels.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard, cast
 
@@ -22,7 +22,7 @@ from nanochat.platforms.blocked_attention import BlockedAttention
 from nanochat.platforms.cpu import gradients
 from nanochat.platforms.cpu.decoding import by_products, one_query
 from nanochat.platforms.cpu.gradients import Product8, Trained
-from nanochat.platforms.cpu.kernels import EPSILON, SUFFIXES, Kernels, kernels
+from nanochat.platforms.cpu.kernels import BLOCK, EPSILON, SUFFIXES, Kernels, kernels
 from nanochat.platforms.cpu.training import training
 from nanochat.platforms.operations import Matrices, Operations, multiplied
 from nanochat.platforms.together import empty_weight
@@ -39,7 +39,11 @@ MANY_QUERIES = 8  # with as many queries in a row, laying out keys and values ag
 
 
 class _Packed:
-    """Multiplies by a bf16 matrix that is stored in oneDNN's layout."""
+    """Multiplies by a bf16 matrix that is stored in oneDNN's layout.
+
+    `rows` returns rows (..., inputs) of the matrix by their numbers (...). It is None if the layout
+    is not known.
+    """
 
     def __init__(
         self,
@@ -57,8 +61,11 @@ class _Packed:
         if kernels is not None:
             compare = weight.shape not in compared
             self._place = kernels.reads(self._laid_out, weight.contiguous(), compare)
+        self.rows: Callable[[Tensor], Tensor] | None = None
         if self._place is not None:
             compared.add(weight.shape)
+            self._pairs = Kernels.pairs(self._place, weight.shape)
+            self.rows = self._rows
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return x (..., inputs) times the transposed matrix.
@@ -71,6 +78,10 @@ class _Packed:
             assert self._kernels is not None
             return self._kernels.multiply(x, self._place, outputs)
         return self._multiply(x, self._laid_out, None, "none", [], "")
+
+    def _rows(self, numbers: Tensor) -> Tensor:  # (...) -> (..., inputs)
+        pairs = self._pairs[numbers // BLOCK, :, numbers % BLOCK]
+        return pairs.contiguous().view(torch.bfloat16)
 
 
 class CpuOperations(Operations):
@@ -218,10 +229,13 @@ class CpuOperations(Operations):
                 join(pack, torch.bfloat16)
             if not _can_be_packed(module):
                 continue
-            weight = cast(nn.Parameter, module.weight)
-            cast(Any, module).multiply = pack(weight)
+            packed = pack(cast(nn.Parameter, module.weight))
+            cast(Any, module).multiply = packed
             if isinstance(module, Linear) and not isinstance(module, Head):
-                # The weights of heads and vocabularies are read in other ways too
+                empty_weight(module)
+            elif hasattr(module, "look_up") and packed.rows is not None:
+                # a table of published models; our own GPT's head reads its weight in losses too
+                cast(Any, module).look_up = packed.rows
                 empty_weight(module)
 
     # --- norms -----------------------------------------------------------------------------------

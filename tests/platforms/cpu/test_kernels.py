@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from nanochat.attention import cache_mask
 from nanochat.common import base_dir
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
+from nanochat.models.qwen.model import Qwen
 from nanochat.platforms import host
 from nanochat.platforms.cpu import kernels as module
 from nanochat.platforms.cpu.kernels import Kernels, compiler, kernels
 from nanochat.platforms.cpu.operations import CpuOperations, _Packed
 from nanochat.platforms.cpu.platform import Cpu
+from nanochat.platforms.layers import accelerate
 from nanochat.platforms.operations import Operations
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
-from tests.support.qwens import tiny_qwen
+from tests.support.qwens import CONFIGS, tiny_qwen
 from tests.support.tensors import draw
 from tests.support.tiny_model import tiny_gpt
 
@@ -334,7 +337,10 @@ def test_few_rows_are_multiplied_with_what_onednn_laid_out(made: Kernels, output
     weight = draw(outputs, inputs, dtype=torch.bfloat16)
     held = _Packed(weight, made)
     fits = "avx512_bf16" in host.cpu_flags() and outputs % 64 == 0 and inputs % 2 == 0
-    assert (held._place is not None) == fits
+    assert (held._place is not None) == (held.rows is not None) == fits
+    if held.rows is not None:
+        numbers = torch.tensor([[0, outputs - 1], [63, 1]])
+        assert torch.equal(held.rows(numbers), weight[numbers])
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -348,6 +354,42 @@ def test_few_rows_are_multiplied_with_what_onednn_laid_out(made: Kernels, output
         )
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("tied", [0, 1])
+def test_a_vocabulary_is_in_memory_once_while_it_is_served(tied: int) -> None:
+    config = replace(CONFIGS["qwen3"], n_embd=64, tied=tied)
+    model = Qwen(config, torch.bfloat16)
+    operations = CpuOperations()
+    accelerate(model, operations)
+    model.init_weights()
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = (6 * parameter.data).bfloat16()
+    idx = torch.arange(40).view(2, 20)
+    targets = (idx + 1).masked_fill(idx % 5 == 0, -1)
+    weights = torch.rand(2, 20, generator=torch.Generator().manual_seed(1))
+    x = draw(2, 20, 64, dtype=torch.bfloat16)
+
+    def results() -> list[Tensor]:
+        with torch.inference_mode():
+            return [
+                model.head(x),
+                model.head(x, targets, reduction="none"),
+                model.head(x, targets),
+                model.head(x, targets, weights),
+            ]
+
+    before = results()
+    embeddings = model.embed(idx)
+    operations.serve(model)
+    is_stored = LAID_OUT and "avx512_bf16" in host.cpu_flags()
+    assert (model.head.weight.numel() == 0) == is_stored
+    assert torch.equal(model.embed(idx), embeddings)
+    for actual, expected in zip(results(), before, strict=True):
+        assert near(actual, expected.double())
+    operations.release(model)
+    assert model.head.weight.shape == model.head.shape == (320, 64)
 
 
 def test_a_layout_that_is_not_known_is_left_to_onednn(made: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
