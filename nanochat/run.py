@@ -243,7 +243,8 @@ class Run:
         self._stop = self._last_step()
         self._state = resumed.state
         self.meter, self.safeguards = self._figures(resumed)
-        self._announce()
+        if self.step:
+            self._announce(self.meter.expected(self.step))
 
         run_name = f"{folder.stage}-{folder.tag}"
         self._tracker = Tracker(
@@ -350,9 +351,17 @@ class Run:
                 )
             ) from unknown
 
-    def _announce(self) -> None:
+    def _predicted(self, batch: Batch) -> float:
+        """Return the seconds of a step, as the planner predicts them or else by the usual MFU."""
+        planner = appendix("nanochat.planner.expected")
+        seconds = None
+        if planner is not None:
+            rows = batch.device_batch_size
+            seconds = planner.of_model(self.model, rows, batch.passes, self.compute)
+        return self.meter.expected(0) / self.plan.steps if seconds is None else seconds
+
+    def _announce(self, seconds: float) -> None:
         """Log the expected time unless it is under a minute; warn if a CPU needs over an hour."""
-        seconds = self.meter.expected(self.step)
         if seconds >= ANNOUNCED_SECONDS:
             log(
                 tr(
@@ -385,14 +394,27 @@ class Run:
             return {"step": 0}
         return self._state.get("line") if owed else None
 
-    def prepare(self, rows: Source, batch: Batch, loss: PassLoss = sum_of_losses) -> nn.Module:
+    def prepare(
+        self,
+        rows: Source,
+        batch: Batch,
+        loss: PassLoss = sum_of_losses,
+        step_seconds: float | None = None,
+    ) -> nn.Module:
         """Return the model to train with: captured as a graph, compiled or unchanged.
+
+        The expected time of a new run is announced first. It follows from `step_seconds`, the
+        predicted seconds of a step, if the script knows them.
 
         With --graphs, the model is captured. Otherwise it is compiled with --compile or, by
         default, if compiling pays off. `loss` must call the model as the training loop does,
         because other arguments would compile another graph. A signal interrupts compilation at once
         by raising signals.Stopped.
         """
+        if not self.step:
+            if step_seconds is None:
+                step_seconds = self._predicted(batch)
+            self._announce(self.plan.steps * step_seconds)
         compute = self.compute
         length = rows.row_tokens - 1
         shape = (batch.device_batch_size, length)

@@ -451,6 +451,8 @@ def open_model(cfg: Config, chat: Chat) -> None:
     )
     if chosen.latest:
         chat.note("latest", saved=chosen.latest)
+    if chosen.state:
+        chat.note("unfinished", state=chosen.state)
     if chosen.other_models:
         chat.note("others", flags=harmless(" | ".join(chosen.other_models)))
     chat.note(

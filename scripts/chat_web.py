@@ -553,6 +553,13 @@ def log_model(
                 latest=chosen.latest,
             )
         )
+    if chosen.state:
+        log(
+            tr(
+                "这个模型的训练没有完成 / the run of this model is {state}",
+                state=chosen.state,
+            )
+        )
     reason = f"{drawing.reason['zh']} / {drawing.reason['en']}"
     if language() == "zh":
         reason = drawing.reason["zh"]

@@ -32,6 +32,7 @@ from nanochat.evals.preferences import PreferenceLoss, add_references
 from nanochat.meter import listed
 from nanochat.models.lora import LoraConfig
 from nanochat.optim import OneRate
+from nanochat.planner import expected
 from nanochat.planner.forecast import Tuning
 from nanochat.planner.tuning import check_fits
 from nanochat.platforms.base import dtype_name
@@ -364,22 +365,19 @@ def train(cfg: Config, compute: Compute) -> None:
     steps = epochs.steps_over(
         rows, batch.rows_per_step, conversations.name, cfg.batch.smaller_steps
     )
-    check_fits(
-        Tuning(
-            model.config,
-            lora,
-            1 if batch.probe else batch.device_batch_size,
-            batch.passes > 1,
-            cfg.recomputes,
-            cfg.offload_activations,
-            cfg.run.shard,
-            compute.world_size,
-            dtype_name(compute.dtype),
-            not compute.platform.has_own_memory,
-        ),
-        model,
-        compute,
+    tuning = Tuning(
+        model.config,
+        lora,
+        1 if batch.probe else batch.device_batch_size,
+        batch.passes > 1,
+        cfg.recomputes,
+        cfg.offload_activations,
+        cfg.run.shard,
+        compute.world_size,
+        dtype_name(compute.dtype),
+        not compute.platform.has_own_memory,
     )
+    check_fits(tuning, model, compute)
     rates = OneRate(cfg.rate(model.config.n_embd, steps, rule), cfg.weight_decay)
     optimizers = set_up(model, rates, 1.0, folder.path, cfg.run, compute, fill=base.fill)
     if preference:  # before a checkpoint is loaded, the model is its own reference
@@ -399,7 +397,9 @@ def train(cfg: Config, compute: Compute) -> None:
         folder, plan, model, base.tokenizer, optimizers, cfg.run, compute, about=base.about
     ) as run:
         batch = probe.fit(batch, model, optimizers, length, compute)
-        fast = run.prepare(rows, batch, summed_loss)
+        tuning = replace(tuning, rows=batch.device_batch_size)
+        step_seconds = expected.of_tuning(tuning, batch.passes, compute)
+        fast = run.prepare(rows, batch, summed_loss, step_seconds)
         batches = run.batches(rows, batch)
         before = before_training(folder.path) if run.step else None
         general = GeneralText(passages, model, base.tokenizer, compute, before)

@@ -19,12 +19,13 @@ from nanochat.data.shards import shard_paths
 from nanochat.data.sources.published import SOURCES, Source
 from nanochat.device import Compute
 from nanochat.evals.core import find_bundle
+from nanochat.gpt import GPT
 from nanochat.meter import expected_seconds
 from nanochat.model import Model
 from nanochat.optim import Rates, saved_bytes
-from nanochat.planner import calibration
+from nanochat.planner.expected import rates_here
 from nanochat.planner.plan import batch_of, plan_of
-from nanochat.planner.work import size_of as size_of_model
+from nanochat.planner.work import size_of_model
 from nanochat.runtime import progress
 from nanochat.runtime.progress import amount, duration
 from nanochat.train import sizes
@@ -161,18 +162,16 @@ def still_to_write(cfg: Config, checkpoint: float, downloads: bool = True) -> fl
 def seconds_of(cfg: Config, model: Model, tokens: float, compute: Compute) -> float:
     """Return an estimate of how many seconds pretraining will take.
 
-    This is the planner's prediction if the planner knows the card and the model's shape. Otherwise,
-    it follows from the usual share of the peak FLOP/s.
+    This is the planner's prediction if the planner knows the card and the family of the model.
+    Otherwise, it follows from the usual share of the peak FLOP/s.
     """
-    chip = compute.platform.chip
-    if chip is not None and chip.trains and cfg.family == "gpt":
-        size = size_of_model(cfg.depth, cfg.vocab_size)
-        rates, _ = calibration.rates_for(chip, calibration.read(calibration.path_of()))
+    here = rates_here(compute)
+    if here is not None and isinstance(model, GPT):
+        chip, rates = here
+        size = size_of_model(model)
         plan = plan_of(size, chip, cfg.devices, batch_of(size, cfg.devices), rates)
-        same_parameters = size.parameters == model.parameter_counts()["total"]
-        same_length = size.shape.sequence_len == model.config.sequence_len
-        if same_parameters and same_length and plan.step is not None:
-            return tokens / plan.step.tokens_per_second
+        assert plan.step is not None  # the rates are known
+        return tokens / plan.step.tokens_per_second
     peak, _ = device.peak_flops(compute)
     usual = compute.platform.usual_mfu()
     return expected_seconds(tokens, model.flops_per_token(), peak * cfg.devices, usual)
@@ -201,7 +200,7 @@ def check(cfg: Config, compute: Compute) -> None:
         cfg.model_dim,
         cfg.head_dim,
         cfg.max_seq_len,
-        "L",
+        sizes.WINDOWS,
         cfg.vocab_size,
         cfg.data,
         compute,

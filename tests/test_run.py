@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,17 @@ from nanochat.checkpoint_manager.resume import rows_per_step
 from nanochat.checkpoint_manager.same_run import free_flags
 from nanochat.common import UserError
 from nanochat.optim import Rates
+from nanochat.planner import expected
+from nanochat.platforms.ascend import chips as ascend_chips
+from nanochat.platforms.cpu.platform import Cpu
 from nanochat.report.sections import has_training_section
 from nanochat.run import AlreadyDone, Plan, Run, open_folder
+from nanochat.runtime.progress import duration
 from nanochat.runtime.tracking import read_metrics
 from nanochat.step import Outcome
 from nanochat.train.flags import RunFlags
 from nanochat.train.setup import set_up
+from nanochat.train.sizes import Batch
 from scripts import base_train, chat_rl, chat_sft, mid_train
 from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
 from tests.support.tiny_training import Batches
@@ -39,6 +45,22 @@ def begun(total: int = 100, items: int = 4, about: Any = None, **flags: Any) -> 
     optimizers = set_up(model, Rates(), 0.1, folder.path, cfg, compute)
     plan = Plan(total, 64, items, "rows")
     return Run(folder, plan, model, TOKENIZER, optimizers, cfg, compute, about=about)
+
+
+def test_the_announced_time_is_the_planners(
+    base_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another computation told another time than the planner and the preflight."""
+    monkeypatch.setattr(Cpu, "chip", next(chip for chip in ascend_chips.CHIPS if chip.name == "910B3"))
+    monkeypatch.setattr("nanochat.dataloader.make_step", lambda *arguments: None)
+    monkeypatch.setattr("nanochat.run.compiled", lambda model, *arguments: model)
+    total = 10**6
+    run = begun(total)
+    run.prepare(SimpleNamespace(row_tokens=17), Batch(64, 4, 2, 2))
+    seconds = expected.of_model(run.model, 2, 2, run.compute)
+    assert seconds is not None and duration(total * seconds) in capsys.readouterr().out
+    run.prepare(SimpleNamespace(row_tokens=17), Batch(64, 4, 2, 2), step_seconds=86_400)
+    assert duration(total * 86_400) in capsys.readouterr().out
 
 
 def go(run: Run, count: int = 1000, every: int = 0, ends: bool = False) -> list[int]:

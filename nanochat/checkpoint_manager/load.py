@@ -144,6 +144,13 @@ def _adapter_name(folder: Path) -> str:
     return f"{folder.parent.name} step {int(step[1])}" if step else model_name(folder)
 
 
+def adapter_without_base() -> UserError:
+    """Return the error (exit code 2) for an adapter that is named without its base model."""
+    return UserError(
+        tr("--adapter belongs to a published model: name its folder with --model"), exit_code=2
+    )
+
+
 def load_named(
     model: Path | None,
     adapter: Path | None,
@@ -160,9 +167,7 @@ def load_named(
     load_model() do.
     """
     if model is None and adapter is not None:
-        raise UserError(
-            tr("--adapter belongs to a published model: name its folder with --model"), exit_code=2
-        )
+        raise adapter_without_base()
     if model is None:
         return load_model(stage, tag, step, compute, dtype)
     if stage is not None or tag is not None or step is not None:

@@ -154,6 +154,19 @@ class Trained:
     tag: str
     step: int
     saved_at: float  # seconds since 1970
+    steps: int | None  # of the whole run; None if meta.json does not say
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the run has steps left: it crashed, was stopped or is running."""
+        return self.steps is not None and (self.step < self.steps or self.step == 0)
+
+    @property
+    def state(self) -> str:
+        """A clause that says how far an unfinished run is, or "" for a finished one."""
+        if not self.unfinished:
+            return ""
+        return tr("unfinished, step {step:,} of {steps:,}", step=self.step, steps=self.steps)
 
     @property
     def flags(self) -> str:
@@ -166,7 +179,7 @@ class Trained:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved_at))
 
     def alternatives(self, limit: int = NAMED) -> list[str]:
-        """Return a list of the flags of all other models, the most recently saved first.
+        """Return a list of the flags of all other models, in the order of trained().
 
         If there are more than `limit`, a last item +N replaces the N models beyond `limit`.
         """
@@ -177,35 +190,44 @@ class Trained:
 
 
 def trained(stage: str | None = None, tag: str | None = None) -> list[Trained]:
-    """Return the models of a stage and a tag, the most recently saved one first.
+    """Return the models of a stage and a tag in the order in which a chat prefers them.
 
-    A `stage` or `tag` of None matches any. Chats use the first model, whereas find() would prefer,
-    for example, the RL model of an old run. Raises UserError (exit code 2) if no model matches, or
-    if the tag is invalid.
+    A `stage` or `tag` of None matches any. Finished runs come first, and without a tag those of
+    TRIALS come after the others; among equals, the most recently saved model comes first. Chats use
+    the first model, whereas find() would prefer, for example, the RL model of an old run. Raises
+    UserError (exit code 2) if no model matches, or if the tag is invalid.
     """
     models = []
     for name, folder in _candidates(stage, tag):
         step = latest_step(folder)
         assert step is not None  # _candidates yields no other folders
-        models.append(Trained(name, folder.name, step, _saved_at(folder, step)))
+        models.append(_trained(name, folder, step))
     if not models:
         raise _none(stage, tag)
-    return sorted(models, key=lambda model: -model.saved_at)
+
+    def order(model: Trained) -> tuple[bool, bool, float]:
+        return model.unfinished, tag is None and model.tag in TRIALS, -model.saved_at
+
+    return sorted(models, key=order)
 
 
-def _saved_at(folder: Path, step: int) -> float:
-    """Return when a step was saved, in seconds since 1970.
+def _trained(stage: str, folder: Path, step: int) -> Trained:
+    """Return what the meta.json of a step says about the model.
 
-    The time is read from meta.json. If that has no time or is damaged, the file's modification
-    time is used, which copying may have changed.
+    If that has no time or is damaged, the file's modification time is used, which copying may have
+    changed.
     """
     try:
-        saved_at = read_meta(folder, step).get("saved_at")
+        meta = read_meta(folder, step)
     except UserError:  # loading the step will say what is wrong
-        saved_at = None
-    if isinstance(saved_at, int | float):
-        return saved_at
-    return _changed_at(folder, step)
+        meta = {}
+    saved_at = meta.get("saved_at")
+    if not isinstance(saved_at, int | float):
+        saved_at = _changed_at(folder, step)
+    steps_of_run = meta.get("steps")
+    if not isinstance(steps_of_run, int):
+        steps_of_run = None
+    return Trained(stage, folder.name, step, saved_at, steps_of_run)
 
 
 # --- which parent --------------------------------------------------------------------------------

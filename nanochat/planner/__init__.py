@@ -7,7 +7,7 @@ fine-tuning. Pretraining is predicted by arithmetic. Read these modules in order
   and upstream compute the model.
 - cards.py gives the speed of each kind of card from data sheets, and calibration.py as measured.
 - roofline.py predicts the time of a step. plan.py chooses the flags, and predicts the hours and the
-  disk space of a whole run.
+  disk space of a whole run. expected.py predicts a step of the run that is about to start.
 - tables.py makes tables of plans. published.py compares predictions with published runs.
 
 The memory of fine-tuning is counted by running a step without data:

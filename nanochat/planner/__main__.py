@@ -19,7 +19,7 @@ from pathlib import Path
 
 from nanochat import device
 from nanochat.checkpoint_manager.huggingface.config import read_config
-from nanochat.checkpoint_manager.huggingface.folders import published_folder
+from nanochat.checkpoint_manager.huggingface.folders import model_name, published_folder
 from nanochat.common import UserError, run, tr
 from nanochat.models.lora import LoraConfig
 from nanochat.planner import calibration, recipes, tables
@@ -279,8 +279,8 @@ def finetune_table(
             )
     models = recipes.default_models(cfg.max_length)
     if cfg.model is not None:
-        folder = cfg.model.expanduser()
-        models = {folder.resolve().name: read_config(folder, cfg.max_length)}
+        folder = published_folder(cfg.model)
+        models = {model_name(folder): read_config(folder, cfg.max_length)}
     rates, source = rates_for(chip, bench)
     return recipes.table(
         chip,

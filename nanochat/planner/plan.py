@@ -60,12 +60,13 @@ def uncertainty(rates: Rates, ranks: int, measured: bool) -> int:
 def batch_of(size: Size, ranks: int) -> int:
     """Return the number of tokens per step: speedrun.sh's preset, or else what training chooses.
 
-    Without a preset, the number is a multiple of one row on every card.
+    Without a preset that the cards can share equally, the number is a multiple of one row on every
+    card.
     """
-    depth = size.shape.n_layer
-    if ranks in PRESET_RANKS and depth in PRESET_TOKENS:
-        return PRESET_TOKENS[depth]
     unit = size.shape.sequence_len * ranks
+    preset = PRESET_TOKENS.get(size.shape.n_layer, 0)
+    if ranks in PRESET_RANKS and preset and preset % unit == 0:
+        return preset
     reference_tokens = RATIO * schedule.REFERENCE_SCALING_PARAMETERS
     tokens = schedule.batch_tokens(RATIO * size.scaling, reference_tokens)
     return max(round(tokens / unit), 1) * unit

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from nanochat.common import tr
 from nanochat.planner.cards import Rates, rates_of
 from nanochat.planner.plan import BETWEEN_SERVERS, OF_COUNTED, OF_PUBLISHED, Plan, batch_of, plan_of
 from nanochat.planner.published import FITTED, RUNS, spread
@@ -12,17 +13,21 @@ from nanochat.train import sizes
 DEPTHS = (12, 16, 20, 24, 32)
 CARDS = (1, 8, 16, 32, 64, 128)
 VOCABULARIES = (32_768, 65_536)
-PLAN_HEAD = (
-    "chip",
-    "cards",
-    "depth",
-    "rows",
-    "predicted tokens/s",
-    "MFU",
-    "hours",
-    "GiB a card",
-    "GB of disk",
-)
+
+
+def plan_head() -> list[str]:
+    """Return the head of the table of plans in the user's language."""
+    return [
+        tr("chip"),
+        tr("cards"),
+        tr("depth"),
+        tr("rows of a pass"),
+        tr("predicted tokens/s"),
+        "MFU",
+        tr("hours"),
+        tr("GiB a card"),
+        tr("GB of disk"),
+    ]
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -48,7 +53,7 @@ def cells(plan: Plan, chip: Chip) -> list[str]:
     disk = f"{plan.disk / 1e9:,.0f}"
     unknown = ["-", "-", "-"]
     if plan.memory > chip.memory_gib * 2**30:
-        return ["does not fit", *unknown, memory, disk]
+        return [tr("does not fit"), *unknown, memory, disk]
     if plan.step is None or plan.hours is None:
         return [str(plan.rows), *unknown, memory, disk]
     speed = f"{rounded(plan.step.tokens_per_second)} ± {plan.within} %"
@@ -77,7 +82,7 @@ def of_plans(
                 batch = batch_of(size, ranks)
                 plan = plan_of(size, chip, ranks, batch, rates, is_measured)
                 rows.append([chip.name, str(ranks), f"d{depth}", *cells(plan, chip)])
-    return markdown(PLAN_HEAD, rows)
+    return markdown(plan_head(), rows)
 
 
 def of_rows(
@@ -99,7 +104,7 @@ def of_rows(
                 fitting_rows.append(str(count))
             row.append(" / ".join(fitting_rows))
         rows.append(row)
-    return markdown(["chip", "GiB", *(f"d{depth}" for depth in depths)], rows)
+    return markdown([tr("chip"), "GiB", *(f"d{depth}" for depth in depths)], rows)
 
 
 def of_published() -> str:
@@ -114,7 +119,16 @@ def of_published() -> str:
         row.append(f"{100 * run.off:+.1f} %")
         rows.append(row)
     table = markdown(
-        ["who", "depth", "cards", "published tokens/s", "MFU", "predicted tokens/s", "MFU", "off"],
+        [
+            tr("who"),
+            tr("depth"),
+            tr("cards"),
+            tr("published tokens/s"),
+            "MFU",
+            tr("predicted tokens/s"),
+            "MFU",
+            tr("off"),
+        ],
         rows,
     )
     fitted = f"{len(FITTED)} constant was" if len(FITTED) == 1 else f"{len(FITTED)} constants were"

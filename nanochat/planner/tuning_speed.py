@@ -137,12 +137,17 @@ class TuningStep:
     reference: float  # a forward pass by the reference of DPO, in each pass
     tokens: int
 
+    @property
+    def seconds(self) -> float:
+        """The seconds of the step, without the reference of DPO, which is computed beforehand."""
+        return self.passes * (self.one_pass + self.gather) + self.update
+
     def hours(self, tokens: float, preferences: bool = False) -> float:
         """Return the hours for `tokens` tokens, where `preferences` adds DPO's reference."""
-        one_pass = self.one_pass + self.gather
+        seconds = self.seconds
         if preferences:
-            one_pass += self.reference + self.gather / 2
-        return tokens / self.tokens * (self.passes * one_pass + self.update) / 3600
+            seconds += self.passes * (self.reference + self.gather / 2)
+        return tokens / self.tokens * seconds / 3600
 
 
 def step_of(tuning: Tuning, rows_of_step: int, rates: Rates, program: Program) -> TuningStep:

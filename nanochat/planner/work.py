@@ -70,11 +70,15 @@ def size_of(
         offset_layers=0 if upstream else depth,
     )
     with torch.device("meta"):
-        model = GPT(shape)
+        return size_of_model(GPT(shape))
+
+
+def size_of_model(model: GPT) -> Size:
+    """Return the size of a GPT, which may be on meta."""
     counts = model.parameter_counts()
     tables = sum(counts.get(role, 0) for role in ("embedding", "value_embedding", "bigram"))
     return Size(
-        shape=shape,
+        shape=model.config,
         flops_per_token=model.flops_per_token(),
         matrices=counts["matrix"],
         tables=tables,

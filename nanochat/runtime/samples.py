@@ -73,7 +73,7 @@ def newest_samples(folder: Path, count: int) -> list[Sample]:
     Lines that hold no sample are skipped. Raises OSError if the file cannot be opened or is not a
     regular file.
     """
-    file = open_regular(folder / "samples.jsonl")
+    file = open_to_read(folder / "samples.jsonl")
     try:
         size = os.fstat(file).st_size
         data = os.pread(file, TAIL_BYTES, max(0, size - TAIL_BYTES))
@@ -92,7 +92,7 @@ def newest_samples(folder: Path, count: int) -> list[Sample]:
     return samples
 
 
-def open_regular(path: Path) -> int:
+def open_to_read(path: Path) -> int:
     """Open a file for reading, and return its file descriptor.
 
     Raises OSError if it cannot be opened or is not a regular file; reading a pipe could block.

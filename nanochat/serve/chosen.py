@@ -8,7 +8,12 @@ from typing import Annotated, Literal, cast
 
 from tyro.conf import arg
 
-from nanochat.checkpoint_manager.load import Loaded, load_model, load_published
+from nanochat.checkpoint_manager.load import (
+    Loaded,
+    adapter_without_base,
+    load_model,
+    load_published,
+)
 from nanochat.checkpoint_manager.locate import STAGES, trained
 from nanochat.common import UserError, tr
 from nanochat.device import DTYPES, Compute
@@ -63,7 +68,8 @@ class Chosen:
     loaded: Loaded
     context: int  # the longest chat in tokens
     other_models: list[str]  # for each of the other models, the flags that choose it
-    latest: str = ""  # when the model was saved, if it is the one that was trained last
+    latest: str = ""  # when the model was saved, if no flag names it: it is the last finished one
+    state: str = ""  # how far the run is, if it is unfinished
     parameters: int = 0  # the number of parameters of the model
     captures: Platform | None = None  # replays decoding steps; None if they are not replayed
 
@@ -85,7 +91,7 @@ def choose(
     captures = graphs.for_replies(flags.graphs, compute)
     names_trained = bool(flags.source or flags.model_tag or flags.step)
     if flags.model is None and adapter is not None:
-        raise UserError(_needs_base(), exit_code=2)
+        raise adapter_without_base()
     if flags.model is not None and names_trained:
         raise UserError(
             tr(
@@ -97,12 +103,13 @@ def choose(
     if flags.model is not None:
         loaded = load_published(flags.model, adapter, compute)
         other_models: list[str] = []
-        latest = ""
+        latest = state = ""
     else:
         newest = trained(flags.source, flags.model_tag)[0]
         loaded = load_model(newest.stage, newest.tag, flags.step, compute)
         other_models = newest.alternatives()
         latest = "" if names_trained else newest.saved
+        state = newest.state
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     _lay_out(flags, loaded, compute)
     return Chosen(
@@ -110,6 +117,7 @@ def choose(
         _context(flags, loaded),
         other_models,
         latest,
+        state,
         parameters,
         captures,
     )
@@ -140,10 +148,6 @@ def _lay_out(
         hold_in_int8(loaded.model)
     compute.operations.serve(loaded.model)
     give_freed_memory_back()  # of the weights in their former format and layout
-
-
-def _needs_base() -> str:
-    return tr("--adapter belongs to a published model: name its folder with --model")
 
 
 def _no_int8(loaded: Loaded, compute: Compute) -> str:
@@ -208,7 +212,7 @@ def adapter_folders(values: Sequence[str], model: Path | None) -> dict[str, Path
     adapters have the same name, or if there are values but no base model (`model` is None).
     """
     if values and model is None:
-        raise UserError(_needs_base(), exit_code=2)
+        raise adapter_without_base()
     from nanochat.checkpoint_manager.huggingface.folders import model_name, published_folder
     from nanochat.checkpoint_manager.huggingface.peft_settings import SETTINGS as ADAPTER_SETTINGS
 

@@ -20,6 +20,7 @@ from nanochat.model import ModelConfig
 from nanochat.platforms.operations import Matmul
 from nanochat.runtime import parallel
 from nanochat.runtime.progress import amount, duration
+from nanochat.train.fit import disk
 from nanochat.train.fit.memory import reachable
 from nanochat.train.flags import Auto
 
@@ -219,18 +220,19 @@ def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Co
 
 
 def check_disk(folder: Path, parameters: int, checkpoint: float, keep: int) -> None:
-    """Raise UserError if the disk of a folder cannot hold two checkpoints of `checkpoint` bytes.
+    """Raise UserError if the disk of a folder cannot hold two checkpoints.
 
-    Warn, unless `keep` is 0 (keep all), if it cannot hold the `keep` newest and one more.
-    Checkpoints that are already in the folder count as free space.
+    `checkpoint` is the number of bytes in a checkpoint's tensors. Warn, unless
+    `keep` is 0 (keep all), if the disk cannot hold the `keep` newest and one more. Checkpoints that
+    are already in the folder count as free space.
     """
-    disk = next(place for place in (folder, *folder.parents) if place.exists())
-    free = shutil.disk_usage(disk).free
-    saved = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    saved = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     # the newest checkpoint is complete before the oldest is deleted
     kept_at_once = keep + 1 if keep else 2
-    needed = checkpoint * kept_at_once
-    if free + saved < 2 * checkpoint:
+    needed = disk.of_checkpoints(checkpoint, kept_at_once)
+    if free + saved < disk.of_checkpoints(checkpoint, 2):
         raise UserError(
             tr(
                 "a checkpoint of {parameters:,} parameters takes up to {size}, and two must fit, "
@@ -238,7 +240,7 @@ def check_disk(folder: Path, parameters: int, checkpoint: float, keep: int) -> N
                 "{free} free. Free some space, or set NANOCHAT_BASE_DIR to a folder on another "
                 "disk.",
                 parameters=parameters,
-                size=amount(checkpoint, "B"),
+                size=amount(disk.of_checkpoints(checkpoint), "B"),
                 folder=folder,
                 free=amount(free, "B"),
             )

@@ -1,5 +1,6 @@
 """Loading a checkpoint by stage and tag: the right step, undamaged, with its own tokenizer."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,28 @@ def test_a_chat_is_offered_what_was_trained_last(tokenizer: Tokenizer, tmp_path:
     assert trained()[0].tag == "new" and "-i rl -g 'a copy'" in trained()[0].alternatives()
     put("base", "old", 2, tokenizer)
     assert (trained()[0].stage, trained()[0].tag, trained()[0].step) == ("base", "old", 2)
+
+
+@pytest.mark.parametrize("state", [(5, 10), (0, 0)])
+def test_a_chat_takes_an_unfinished_run_or_a_trial_only_if_nothing_else_is_there(
+    tokenizer: Tokenizer, state: tuple[int, int]
+) -> None:
+    """A run that crashed, was stopped or still trains was the newest, and became the chat."""
+    step, steps = state
+
+    def put_run(stage: str, tag: str, step: int, steps: int) -> None:
+        put(stage, tag, step, tokenizer)
+        path = step_dir(checkpoint_dir(stage, tag), step) / "meta.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "steps": steps}))
+
+    put_run("sft", "crashed", step, steps)
+    assert [model.tag for model in trained()] == ["crashed"] and trained()[0].unfinished
+    put_run("base", "d4", 3, 3)
+    put_run("sft", "smoke", 3, 3)
+    put_run("sft", "crashed", step, steps)
+    assert [model.tag for model in trained()] == ["d4", "smoke", "crashed"]
+    assert [model.unfinished for model in trained(tag="crashed")] == [True]
+    assert f"{step} of {steps}" in trained(tag="crashed")[0].state and not trained()[0].state
 
 
 def test_a_damaged_meta_does_not_keep_a_chat_from_being_offered(tokenizer: Tokenizer) -> None:

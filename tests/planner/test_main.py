@@ -18,6 +18,7 @@ from nanochat.planner.work import size_of
 from nanochat.platforms.ascend import chips as ascend_chips
 from nanochat.train.fit import disk
 from tests.planner.support import BENCH, Kind
+from tests.support.english_lines import english_lines
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CHIPS = {chip.name: chip for chip in ascend_chips.CHIPS}
@@ -192,3 +193,11 @@ def test_the_documents_show_the_tables_as_they_are(name: str) -> None:
                  *tables.of_published().splitlines()]:  # fmt: skip
         if line.startswith("|") and line.split("|")[1].strip() not in ("chip", "who"):
             assert line in text, line
+
+
+def test_the_heads_of_the_tables_are_chinese(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    of_plans = tables.of_plans([CHIPS["910B3"]], (1,), (12,), 65_536, {})
+    for table in (of_plans, tables.of_published()):
+        cells = table.splitlines()[0].strip("| ").split(" | ")
+        assert all(cell == "MFU" or english_lines(cell) == [] for cell in cells), cells

@@ -132,8 +132,9 @@ def test_times_have_two_significant_digits(hours: float | None, words: str) -> N
 def test_the_table_of_a_folder_forecasts_that_model_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "mine"
-    folder.mkdir()
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--me--mine" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(published(replace(SHAPE, sequence_len=4096))))
     lengths = set()
 
@@ -142,8 +143,9 @@ def test_the_table_of_a_folder_forecasts_that_model_alone(
         return Memory(10**9, 2 * 10**9)
 
     monkeypatch.setattr(recipes, "announced_forecast", memory)
-    rows = rows_of(capsys, chip="910B3", model=folder, ranks=1)[2:]
-    assert [row[:4] for row in rows] == [["mine", "1", "none", "1.9"]] and lengths == {2048}
+    for model in (folder, Path("me/mine")):
+        rows = rows_of(capsys, chip="910B3", model=model, ranks=1)[2:]
+        assert [row[:4] for row in rows] == [["me/mine", "1", "none", "1.9"]] and lengths == {2048}
 
 
 def test_a_chip_without_a_known_peak_has_memory_but_no_hours() -> None:

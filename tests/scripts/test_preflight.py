@@ -10,9 +10,10 @@ import torch
 from nanochat.checkpoint_manager.families import on_meta
 from nanochat.common import UserError
 from nanochat.gpt import GPT
+from nanochat.planner import expected
 from nanochat.planner.cards import rates_of
 from nanochat.planner.plan import batch_of, plan_of
-from nanochat.planner.work import size_of
+from nanochat.planner.work import size_of, size_of_model
 from nanochat.platforms.ascend import chips as ascend_chips
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.train import sizes
@@ -97,6 +98,19 @@ def test_a_stage_that_is_done_writes_no_more_and_steps_set_aside_are_no_room(bas
     for stage in ("mid", "sft", "rl"):
         tiny_checkpoint(stage, step=3)
     assert preflight.still_to_write(config, 1e6) == 0
+
+
+def test_the_time_of_another_shape_is_the_planners_too(base_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cpu, "chip", next(chip for chip in ascend_chips.CHIPS if chip.name == "910B3"))
+    compute = on_cpu()
+    config = Config(depth=8, max_seq_len=1024, devices=1)
+    shape = sizes.model_config(8, "auto", "auto", 1024, sizes.WINDOWS, 65_536, config.data, compute)
+    model = on_meta(shape, compute)
+    size = size_of_model(model)
+    planned = plan_of(size, Cpu.chip, 1, batch_of(size, 1), rates_of(Cpu.chip))
+    assert planned.step is not None and planned.step.tokens % planned.passes == 0
+    training = expected.of_model(model, planned.rows, planned.passes, compute)
+    assert training == pytest.approx(preflight.seconds_of(config, model, planned.step.tokens, compute))
 
 
 def test_the_time_on_a_known_card_is_the_planners(base_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

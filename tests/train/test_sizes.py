@@ -246,16 +246,16 @@ def test_the_disk_is_checked_before_the_first_step(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1e9, 1e9 - free, free))
     if says == "refused":
-        with pytest.raises(UserError, match=r"takes up to 12.0 MB, .* has 23.0 MB free.*NANOCHAT_BASE_DIR"):
+        with pytest.raises(UserError, match=r"takes up to 12.1 MB, .* has 23.0 MB free.*NANOCHAT_BASE_DIR"):
             sizes.check_disk(tmp_path, 1_000_000, 12e6, keep)
         return
     sizes.check_disk(tmp_path, 1_000_000, 12e6, keep)
-    assert ("will take up to 48.0 MB" in capsys.readouterr().err) == (says == "a warning")
+    assert ("will take up to 48.5 MB" in capsys.readouterr().err) == (says == "a warning")
 
 
 def test_checkpoints_that_will_be_replaced_count_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "step_000010").mkdir()
-    (tmp_path / "step_000010" / "model.safetensors").write_bytes(b"\0" * 24_000)
+    (tmp_path / "step_000010" / "model.safetensors").write_bytes(b"\0" * 24_240)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1e9, 1e9, 0))
     sizes.check_disk(tmp_path, 1_000, 12_000, keep=1)
 

@@ -6,6 +6,7 @@ TEXTS = {
         "published": "model: {tag} (published), context of {context} tokens",
         "server": "model: {model}, at {url}",
         "latest": "this is the model that was trained last, at {saved}",
+        "unfinished": "its run is {state}: a finished model answers better",
         "others": "other models, newest first: {flags}",
         "drawing": "temperature {temperature:g}, min-p {min_p:g}: {reason}",
         "base": "this is a base model, which has not learned to chat: it continues the text that "
@@ -53,6 +54,7 @@ TEXTS = {
         "published": "模型：{tag}（已发布），上下文 {context} 个词元",
         "server": "模型：{model}，服务器 {url}",
         "latest": "这是最近训练的模型（{saved}）",
+        "unfinished": "这个模型的训练{state}，训练完再用效果更好",
         "others": "其他模型（从新到旧）：{flags}",
         "drawing": "温度 {temperature:g}，min-p {min_p:g}：{reason}",
         "base": "这是基座模型，还没有学过对话，只会接着你输入的文字往下写",

@@ -10,7 +10,7 @@ from typing import Any
 from nanochat.checkpoint_manager.files import latest_step, read_meta
 from nanochat.checkpoint_manager.locate import STAGES
 from nanochat.common import UserError, check_regular, parse_json, visible
-from nanochat.runtime.samples import open_regular
+from nanochat.runtime.samples import open_to_read
 from nanochat.runtime.trackers.jsonl import being_written
 from nanochat.serve.runs.follow import MOST_STEPS, figures_of
 
@@ -80,7 +80,7 @@ def tail(path: Path) -> Tail:
 
     Raises OSError if the file cannot be read or is not a regular file.
     """
-    file = open_regular(path)
+    file = open_to_read(path)
     try:
         size = os.fstat(file).st_size
         data = os.pread(file, TAIL_BYTES, max(0, size - TAIL_BYTES))

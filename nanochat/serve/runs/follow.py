@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from nanochat.common import parse_json
-from nanochat.runtime.samples import open_regular
+from nanochat.runtime.samples import open_to_read
 from nanochat.serve.runs.table import Table
 
 CHUNK_BYTES = 2 << 20  # most bytes that a request reads, so that long files delay no other request
@@ -64,7 +64,7 @@ class Follower:
         starts again from the beginning. Raises OSError if the file cannot be opened or is not a
         regular file.
         """
-        file = open_regular(self.path)
+        file = open_to_read(self.path)
         try:
             file_stat = os.fstat(file)
             identity = (file_stat.st_dev, file_stat.st_ino)

@@ -25,6 +25,11 @@ BESIDE_TENSORS = 1.01
 DOWNLOADS, CHATS = 3.5e9, 1.5e9
 
 
+def of_checkpoints(checkpoint: float, count: int = 1) -> float:
+    """Return the bytes of `count` checkpoints whose tensors take `checkpoint` bytes each."""
+    return count * BESIDE_TENSORS * checkpoint
+
+
 def of_run(
     checkpoint: float, texts: Mapping[str, float], vocab_size: int, published_chats: bool
 ) -> dict[str, float]:
@@ -37,14 +42,13 @@ def of_run(
     oldest.
     """
     width = np.dtype(dtype_for(vocab_size)).itemsize / 2
-    checkpoint_bytes = BESIDE_TENSORS * checkpoint
     return {
         **{f"texts {name}": size for name, size in texts.items()},
         **{f"tokens {name}": width * TOKENS * size for name, size in texts.items()},
         "downloads": DOWNLOADS if published_chats else 0.0,
         "chats": CHATS if published_chats else 0.0,
-        **{stage: RunFlags.keep * checkpoint_bytes for stage in SPEEDRUN},
-        "newest": checkpoint_bytes,
+        **{stage: of_checkpoints(checkpoint, RunFlags.keep) for stage in SPEEDRUN},
+        "newest": of_checkpoints(checkpoint),
     }
 
 
