@@ -33,6 +33,7 @@ from nanochat.meter import listed
 from nanochat.models.lora import LoraConfig
 from nanochat.optim import OneRate
 from nanochat.planner.forecast import Tuning
+from nanochat.planner.needs import log_needs
 from nanochat.planner.tuning import check_fits
 from nanochat.platforms.base import dtype_name
 from nanochat.prepare.conversations import conversation_lengths
@@ -149,6 +150,9 @@ class Config:
     """text file on which each validation also measures the perplexity, to show what the model forgets.
     Blank lines separate passages, and no passage may be in the data.
     Default: English and Chinese passages of the package"""
+    forecast: Free[bool] = False
+    """print the memory, the disk space and the time that the run needs, and end before it trains.
+    The data is read and tokenized for that, which the run then does not repeat"""
     epochs: Epochs = Epochs(num_epochs="auto")
     """how long the run is"""
     batch: ExampleFlags = ExampleFlags(target_examples_per_step="auto")
@@ -337,22 +341,23 @@ def train(cfg: Config, compute: Compute) -> None:
     steps = cfg.epochs.steps_over(
         rows, batch.rows_per_step, conversations.name, cfg.batch.smaller_steps
     )
-    check_fits(
-        Tuning(
-            model.config,
-            lora,
-            1 if batch.probe else batch.device_batch_size,
-            batch.passes > 1,
-            cfg.recomputes,
-            cfg.offload_activations,
-            cfg.run.shard,
-            compute.world_size,
-            dtype_name(compute.dtype),
-            not compute.platform.has_own_memory,
-        ),
-        model,
-        compute,
+    tuning = Tuning(
+        model.config,
+        lora,
+        1 if batch.probe else batch.device_batch_size,
+        batch.passes > 1,
+        cfg.recomputes,
+        cfg.offload_activations,
+        cfg.run.shard,
+        compute.world_size,
+        dtype_name(compute.dtype),
+        not compute.platform.has_own_memory,
     )
+    check_fits(tuning, model, compute, always=cfg.forecast)
+    if cfg.forecast:
+        tokens = steps * batch.tokens_per_step
+        log_needs(tuning, model, tokens, preference is not None, cfg.run.keep, compute)
+        return
     rates = OneRate(cfg.rate(model.config.n_embd, steps, rule), cfg.weight_decay)
     optimizers = set_up(model, rates, 1.0, folder.path, cfg.run, compute, fill=base.fill)
     if preference:  # before a checkpoint is loaded, the model is its own reference
