@@ -35,6 +35,8 @@ def _text(name: str, value: Any) -> str:
         raise _refuse(name, f"must have {LONGEST_VALUE:,} characters at most, got {len(value):,}")
     if "\0" in value:
         raise _refuse(name, "must not hold the character NUL, which no argument can hold")
+    if not value.isascii() and value.encode(errors="replace").decode() != value:
+        raise _refuse(name, "must be Unicode, without halves of surrogate pairs")
     return value
 
 

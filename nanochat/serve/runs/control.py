@@ -18,6 +18,7 @@ from nanochat import device
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError, parse_json
 from nanochat.serve.connections import neighbour
+from nanochat.serve.listening import host_name
 from nanochat.serve.routes.answers import QUEUE_FULL, while_connected
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.runs import command, record
@@ -34,6 +35,7 @@ CHILD_SECONDS = 600  # how long a forecast or a check may take
 MOST_OUTPUT = 16_000  # characters of a child's output that are sent, the last ones
 MOST_WAITING = 8  # requests that may wait for a child; one child runs at a time
 LANGUAGES = ("en", "zh")
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # headers that only a proxy adds
 
 
 @dataclass(frozen=True)
@@ -304,13 +306,20 @@ def check_sender(request: Request, has_key: bool) -> None:
     if site not in ("same-origin", "none") or (origin and urlsplit(origin).netloc != host):
         text = "a page of another site may not use this: open /runs of this server"
         raise ApiError(403, "other_site", text)
-    client = request.client.host if request.client else ""
-    if not has_key and not (_is_loopback(client) and _is_loopback(urlsplit(f"//{host}").hostname)):
+    if not has_key and not _is_local(request, host):
         text = "without a key, only this machine may use this, as 127.0.0.1: set --api_key"
         raise ApiError(403, "needs_key", text)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.method == "POST" and kind != "application/json":
         raise ApiError(415, "not_json", "the body must be sent as Content-Type: application/json")
+
+
+def _is_local(request: Request, host: str) -> bool:
+    """Return whether a request comes from this machine, to a local name, and through no proxy."""
+    client = request.client.host if request.client else ""
+    if any(name in request.headers for name in FORWARDED):
+        return False
+    return _is_loopback(client) and _is_loopback(host_name(host))
 
 
 def _is_loopback(host: str | None) -> bool:

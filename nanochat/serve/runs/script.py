@@ -70,10 +70,7 @@ def field_of(flag: Flag, help_text: str) -> dict[str, Any]:
         default = []
     if kind == CHOICE:
         default = str(default)
-    texts = {}
-    for language in ("en", "zh"):
-        own_language.set(language)
-        texts[language] = " ".join(tr_help(help_text).split())
+    texts = {language: _help_in(language, help_text) for language in ("en", "zh")}
     return {
         "name": flag.name,
         "kind": kind,
@@ -84,6 +81,15 @@ def field_of(flag: Flag, help_text: str) -> dict[str, Any]:
         "free": FREE in flag.marks,
         "help": texts,
     }
+
+
+def _help_in(language: str, help_text: str) -> str:
+    """Return a help text in a language, as one paragraph."""
+    token = own_language.set(language)
+    try:
+        return " ".join(tr_help(help_text).split())
+    finally:
+        own_language.reset(token)
 
 
 def all_docstrings(config: type[Any]) -> dict[str, str]:

@@ -98,6 +98,8 @@ class Starter:
         """
         self._collect()
         started = record.read(run.folder)
+        if started is not None and started.alive and started.stopping:
+            return  # a second signal could end its launcher before the ranks have saved
         if started is None or not record.ask_to_stop(started):
             text = "the page stops only runs that it has started and that still go on"
             raise ApiError(409, "not_running", text)
@@ -127,9 +129,9 @@ class Starter:
             text = "this run has no log: the page has not started it"
             raise ApiError(404, "not_found", text) from None
         started = record.read(run.folder)
-        lines_end = data.rfind(b"\n") + 1
-        if lines_end and started is not None and started.alive:
-            data = data[:lines_end]
+        if started is not None and started.alive:
+            lines_end = data.rfind(b"\n") + 1
+            data = data if len(data) == LOG_BYTES and not lines_end else data[:lines_end]
         text = visible(data.decode(errors="replace").replace("\r\n", "\n"))
         return {"from": place, "next": place + len(data), "size": size, "text": text}
 

@@ -69,7 +69,7 @@ class Card {
   draw(run, state) {
     this.run = run;
     const name = runName(run);
-    const ended = run.state === "ended";
+    const ended = run.state === "ended" && state !== "running"; // a command in a terminal may have resumed it
     const finished = ended && state === "finished";
     const failed = ended && !finished && run.code !== null && run.code !== 0;
     this.title.textContent = name;
@@ -81,7 +81,7 @@ class Card {
     else if (ended) notes.push(words("savedNothing"));
     const text = notes.join(" ");
     if (this.note.textContent !== text) this.note.textContent = text;
-    [this.stop.hidden, this.stop.disabled] = [ended, run.state === "stopping"];
+    [this.stop.hidden, this.stop.disabled] = [run.state === "ended", run.state === "stopping"];
     this.resume.hidden = !ended || finished;
     for (const [button, key] of [[this.stop, "stopRun"], [this.resume, "resumeRun"]]) say(button, key, { run: name }, "label");
     this.log.describe(name, ended);
