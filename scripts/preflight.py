@@ -19,7 +19,6 @@ from nanochat.data.shards import shard_paths
 from nanochat.data.sources.published import SOURCES, Source
 from nanochat.device import Compute
 from nanochat.evals.core import find_bundle
-from nanochat.meter import expected_seconds
 from nanochat.model import Model
 from nanochat.optim import Rates, saved_bytes
 from nanochat.planner import calibration
@@ -27,6 +26,7 @@ from nanochat.planner.plan import batch_of, plan_of
 from nanochat.planner.work import size_of as size_of_model
 from nanochat.runtime import progress
 from nanochat.runtime.progress import amount, duration
+from nanochat.schedule import expected_seconds
 from nanochat.train import sizes
 from nanochat.train.fit import disk
 from nanochat.train.flags import Auto

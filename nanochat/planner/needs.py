@@ -5,13 +5,13 @@ import shutil
 from nanochat import device
 from nanochat.common import UserError, base_dir, log, tr
 from nanochat.device import Compute
-from nanochat.meter import expected_seconds
 from nanochat.models.qwen.model import Qwen
 from nanochat.optim import OneRate, saved_bytes
 from nanochat.planner import calibration
 from nanochat.planner.forecast import Tuning
 from nanochat.planner.tuning_speed import program_for, rows_of_step, step_of
 from nanochat.runtime.progress import amount, duration
+from nanochat.schedule import expected_seconds
 from nanochat.train.fit.disk import BESIDE_TENSORS
 
 

@@ -118,6 +118,7 @@ export class Form {
   // --- what the server says --------------------------------------------------------------------
 
   changed() {
+    if (this.starting) return;
     clearTimeout(this.timer);
     find("forecast-text").hidden = true;
     this.timer = setTimeout(() => this.compose(), PAUSE);
@@ -160,6 +161,7 @@ export class Form {
   /** Submit the form, and show why if the server refuses it. Only the latest answer counts. */
   async ask(action, busy, took) {
     const turn = ++this.turn;
+    clearTimeout(this.timer); // the command is part of each answer
     this.busy(busy);
     try {
       const answer = await submit(action, this.filled);

@@ -15,11 +15,11 @@ export function runName({ tag, stage }) {
 
 export class List {
   /**
-   * `ticked` is called with a run's id and whether its box is ticked, `resume` with a run's id, its name and the button. While
-   * `resumes` is false, no run has that button.
+   * `ticked` is called with a run's id and whether its box is ticked, `resume` with a run's id, its name and the button.
+   * `resumes` tells whether the run of an id has that button.
    */
   constructor(body, more, ticked, resume) {
-    Object.assign(this, { body, more, ticked, resume, resumes: false });
+    Object.assign(this, { body, more, ticked, resume, resumes: () => false });
     this.rows = new Map();
     this.all = false;
     more.addEventListener("click", () => {
@@ -62,7 +62,7 @@ export class List {
     const far = run.step || run.state !== "running" ? words(run.steps ? "stepOf" : "stepAlone", { step: run.step, steps: run.steps }) : words("gettingReady");
     const left = run.seconds_left === null ? "" : words("left", { time: duration(run.seconds_left) });
     cells.far.textContent = [far, left].filter(Boolean).join(" · ");
-    cells.resume.hidden = !this.resumes || run.state !== "stopped";
+    cells.resume.hidden = run.state !== "stopped" || !this.resumes(run.id);
     say(cells.resume, "resume");
     say(cells.resume, "resumeRun", { run: runName(run) }, "label");
     cells.bar.hidden = !run.steps;

@@ -124,7 +124,7 @@ function showStarted(id) {
 
 function drawStarted() {
   find("may-start").hidden = started === null;
-  list.resumes = started !== null;
+  list.resumes = (id) => started !== null && !Object.hasOwn(started, id); // the others have a button in their card
   startedRuns.draw(started ?? {}, new Map(runs.map((run) => [run.id, run.state])));
   if (startedNow && startedRuns.show(startedNow)) startedNow = null;
 }
