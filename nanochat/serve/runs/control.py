@@ -33,6 +33,7 @@ NEW = "tune"  # the stage that the page starts; it resumes every stage
 BODY_BYTES = 1 << 18  # largest body of a request
 CHILD_SECONDS = 600  # how long a forecast or a check may take
 MOST_OUTPUT = 16_000  # characters of a child's output that are sent, the last ones
+MOST_PROCESSES = 1024  # of a run that is resumed
 MOST_WAITING = 8  # requests that may wait for a child; one child runs at a time
 LANGUAGES = ("en", "zh")
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # headers that only a proxy adds
@@ -150,8 +151,7 @@ class Control:
 
     async def stop(self, request: Request) -> Response:
         """Answer POST /runs/stop {"run": KEY} by asking a run to save and stop."""
-        check_sender(request, self.has_key)
-        body = await _body(request)
+        body = await self._body(request)
         run = await self._run_of(request, body.get("run"))
         await self.runs.run(request, lambda: self.starter.stop(run))
         await self.runs.run(request, self.runs.refresh_next)
@@ -168,6 +168,25 @@ class Control:
         return _answer(await self.runs.run(request, lambda: self.starter.log(run, first)))
 
     # --- what they share -------------------------------------------------------------------------
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """Return the JSON object in the body of a request that may start or stop runs.
+
+        Raises ApiError (400, 413), and (403, 415) as check_sender() does. The body is read in any
+        case, since the server closes a connection whose body it has not read.
+        """
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > BODY_BYTES:
+                text = f"the body must not be larger than {BODY_BYTES:,} bytes"
+                raise ApiError(413, "body_too_large", text)
+        check_sender(request, self.has_key)
+        with contextlib.suppress(ValueError):
+            value = parse_json(bytes(body))
+            if isinstance(value, dict):
+                return value
+        raise ApiError(400, "invalid_json", "the body must be a JSON object")
 
     async def _run_of(self, request: Request, key: Any) -> Run:
         """Return the run with a key; raises ApiError (404) if there is none."""
@@ -187,8 +206,7 @@ class Control:
 
     async def _filled(self, request: Request) -> Filled:
         """Return the form in the body of a request, with the values of a run that it resumes."""
-        check_sender(request, self.has_key)
-        body = await _body(request)
+        body = await self._body(request)
         key, values = body.get("run") or "", body.get("values", {})
         if not isinstance(key, str) or not isinstance(values, dict):
             text = "run must be the id of a run, and values an object"
@@ -258,26 +276,30 @@ async def _output_of(
         env=dict(environment),
         start_new_session=True,
     )
-    assert process.stdout is not None
-    output = b""
     try:
-        async with asyncio.timeout(CHILD_SECONDS):
-            while piece := await process.stdout.read(1 << 16):
-                output = (output + piece)[-4 * most :]
-            code = await process.wait()
-    except TimeoutError:
+        output = await asyncio.wait_for(_end_of(process, 4 * most), CHILD_SECONDS)
+    except asyncio.TimeoutError:
         text = f"{command.shown(argv)} took longer than {CHILD_SECONDS} s and was ended"
         raise ApiError(504, "too_slow", text) from None
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    return {"code": code, "text": output.decode(errors="replace")[-most:]}
+    return {"code": process.returncode, "text": output.decode(errors="replace")[-most:]}
+
+
+async def _end_of(process: asyncio.subprocess.Process, most: int) -> bytes:
+    """Wait for a process to end, and return the last `most` bytes of its output."""
+    assert process.stdout is not None
+    output = b""
+    while piece := await process.stdout.read(1 << 16):
+        output = (output + piece)[-most:]
+    await process.wait()
+    return output
 
 
 def _resuming(run: Run, fields: list[command.Field]) -> Form:
     """Return the form that resumes a run with the settings it began with."""
-    processes = facts_of(run.folder / "run.json").get("ranks")
     started = record.read(run.folder)
     config = saved_config(run.folder)
     if config is None and started is not None:  # it has saved nothing: it begins again
@@ -286,8 +308,9 @@ def _resuming(run: Run, fields: list[command.Field]) -> Form:
         text = "the run has no checkpoint to resume from: start it again"
         raise ApiError(409, "nothing_saved", text, "run")
     values = command.saved_values(fields, run.stage, run.folder.name, config)
-    is_count = isinstance(processes, int) and 0 < processes <= 1024
-    return Form(run.stage, run, fields, values, processes if is_count else 1)
+    ranks = facts_of(run.folder / "run.json").get("ranks")
+    processes = ranks if isinstance(ranks, int) and 0 < ranks <= MOST_PROCESSES else 1
+    return Form(run.stage, run, fields, values, processes)
 
 
 # --- who may ask ---------------------------------------------------------------------------------
@@ -326,21 +349,6 @@ def _is_loopback(host: str | None) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host or "").is_loopback
     return host == "localhost"
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    """Return the JSON object in the body of a request; raises ApiError (400, 413)."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > BODY_BYTES:
-            text = f"the body must not be larger than {BODY_BYTES:,} bytes"
-            raise ApiError(413, "body_too_large", text)
-    with contextlib.suppress(ValueError):
-        value = parse_json(bytes(body))
-        if isinstance(value, dict):
-            return value
-    raise ApiError(400, "invalid_json", "the body must be a JSON object")
 
 
 def _cards() -> int:

@@ -1,5 +1,6 @@
 """The routes that start and stop runs: arguments stay arguments, one run starts once, and no other site starts one."""
 
+import asyncio
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import pytest
 from nanochat.runtime.trackers.jsonl import Jsonl
 from nanochat.serve.app import create_runs_app
 from nanochat.serve.routes.fields import ApiError
-from nanochat.serve.runs import command, record, routes, starter
+from nanochat.serve.runs import command, control, record, routes, starter
 from nanochat.serve.runs.control import Control
 from nanochat.serve.runs.script import fields_of
 from scripts import finetune
@@ -140,6 +141,21 @@ def test_a_refusal_of_the_script_is_told(client, monkeypatch):
     assert started(client) == {}
 
 
+def test_a_child_ends_with_its_request(monkeypatch):
+    """A forecast that takes too long is ended with all of its processes, and its output is bounded."""
+    endless = "import os, subprocess, sys; subprocess.Popen(['sleep', '99']); print(os.getpid(), flush=True); os.wait()"
+    noisy = "import sys; print('x' * 10**6); print('end'); sys.exit(3)"
+    ended = asyncio.run(control._output_of([sys.executable, "-c", noisy], os.environ, 100))
+    assert (ended["code"], len(ended["text"])) == (3, 100) and ended["text"].endswith("end\n")
+    monkeypatch.setattr(control, "CHILD_SECONDS", 0.5)
+    killed: list[int] = []
+    really = os.killpg
+    monkeypatch.setattr(os, "killpg", lambda group, number: (killed.append(group), really(group, number)))
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(control._output_of([sys.executable, "-c", endless], os.environ, 100))
+    assert caught.value.status == 504 and len(killed) == 1
+
+
 # --- fields --------------------------------------------------------------------------------------
 
 
@@ -236,6 +252,7 @@ def test_a_resumed_run_keeps_its_name_and_what_it_learns(client):
 )
 def test_other_sites_and_machines_are_refused(client, headers):
     """Neither a page elsewhere, nor one whose name was made to point here, may read or start anything."""
+    headers = {**headers, "Connection": "close"}
     for path in GETS:
         assert client.get(path, headers=headers).status_code == 403
     for path in POSTS:
@@ -256,6 +273,7 @@ def test_a_key_lets_other_machines_in_and_nobody_else(base_folder):
         httpx.Client(base_url=url) as client,
     ):
         key = {"Authorization": "Bearer secret"}
+        client.headers["Connection"] = "close"
         body = {"values": NEEDED}
         for path in POSTS:
             assert client.post(path, json=body).status_code == 401
