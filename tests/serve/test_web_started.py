@@ -20,7 +20,7 @@ from tests.support.browsing import visit
 from tests.support.fake_engine import eventually
 from tests.support.qwens import write_folder
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 LOST = ["Failed to load resource"]  # while there is no server
 
