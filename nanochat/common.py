@@ -28,7 +28,7 @@ import types
 import typing
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -418,11 +418,15 @@ def _switch_kind(annotation: Any) -> str:
     """Return how tyro reads a switch of this type, or "" if the type is not that of a switch.
 
     A bool is a "flag" (--x, --no-x); a union with bool, such as bool | None, a "value" (--x True).
+    A union with bool and a Literal is an "open" one, which takes further values (--x start).
     """
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return "value" if bool in typing.get_args(annotation) else ""
+        kinds = typing.get_args(annotation)
+        if bool not in kinds:
+            return ""
+        return "open" if any(typing.get_origin(kind) is Literal for kind in kinds) else "value"
     return "flag" if annotation is bool else ""
 
 
@@ -449,6 +453,12 @@ def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
         if field not in switches or (negated and equals):
             plain.append(word)
             continue
+        if switches[field] == "open" and not negated:
+            if not equals and words and not words[0].startswith("-"):
+                value = words.pop(0)
+            if value and value.lower() not in _WORDS:  # tyro knows the values
+                plain.append(f"{name}={value}")
+                continue
         if equals and value.lower() not in _WORDS:
             raise UserError(
                 tr(
@@ -458,12 +468,12 @@ def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
                 ),
                 2,
             )
-        value_follows = bool(words) and words[0].lower() in _WORDS
+        value_follows = bool(words) and not value and words[0].lower() in _WORDS
         if not negated and not equals and value_follows:
             value = words.pop(0)
         switched_on = _WORDS[value.lower()] if value else not negated
         flag = field.replace("_", "-")
-        if switches[field] == "value":
+        if switches[field] != "flag":
             plain += [f"--{flag}", str(switched_on)]
         else:
             plain.append(f"--{flag}" if switched_on else f"--no-{flag}")

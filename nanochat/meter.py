@@ -10,6 +10,7 @@ from nanochat.common import UserError, log, tr, warn
 from nanochat.device import Compute
 from nanochat.runtime import parallel
 from nanochat.runtime.progress import duration
+from nanochat.schedule import expected_seconds
 from nanochat.step import Outcome
 
 BAD_STEPS = 10  # skipped updates in a row after which a run stops
@@ -34,14 +35,6 @@ def due(step: int, every: int, last: bool) -> bool:
     if every <= 0:
         return False
     return last or (step > 0 and step % every == 0)
-
-
-def expected_seconds(tokens: float, flops_per_token: int, peak: float, mfu: float) -> float:
-    """Return the seconds that training on `tokens` tokens takes.
-
-    `peak` is the FLOP/s of all ranks together, and `mfu` is the share of it that training reaches.
-    """
-    return tokens * flops_per_token / (mfu * peak)
 
 
 @dataclass

@@ -320,3 +320,11 @@ def tuning_rate(width: int, steps: int, adapter: bool, preferences: bool) -> flo
     for_length = (400 / max(steps, 1)) ** 0.5
     rate *= min(max(for_length, 0.5), 1.0)
     return 0.05 * rate if preferences else rate
+
+
+def expected_seconds(tokens: float, flops_per_token: int, peak: float, mfu: float) -> float:
+    """Return the seconds that training on `tokens` tokens takes.
+
+    `peak` is the FLOP/s of all ranks together, and `mfu` is the share of it that training reaches.
+    """
+    return tokens * flops_per_token / (mfu * peak)

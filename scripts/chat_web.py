@@ -7,6 +7,7 @@ python -m scripts.chat_web --headless                # the API without the page
 python -m scripts.chat_web -i rl -g d4 --also sft/d4          # two models, which a request names
 python -m scripts.chat_web --model ./Qwen3-0.6B --adapter pip=./pip    # a model and its adapter
 python -m scripts.chat_web --runs                    # training seen live at /runs, without a model
+python -m scripts.chat_web --runs=start              # fine-tuning started at /runs too
 """
 
 import errno
@@ -105,9 +106,11 @@ class Config(ModelFlags):
     which is one address."""
     headless: bool = False
     """Serve the API without the web page."""
-    runs: bool = False
+    runs: bool | Literal["start"] = False
     """Show the training runs at /runs: curves and samples, updated while a training writes them.
-    If no model is trained yet, the server shows only the runs."""
+    If no model is trained yet, the server shows only the runs.
+    --runs=start lets the page start fine-tuning, and stop and resume runs,
+    for readers with the key, or on this machine."""
     runs_only: bool = False
     """Show the training runs and load no model. Use it on the machine that trains,
     which needs its memory for that."""
@@ -167,6 +170,28 @@ def check(cfg: Config) -> None:
         )
     check_key(cfg)
     check_origins(cfg)
+    check_starts(cfg)
+
+
+def check_starts(cfg: Config) -> None:
+    """Raise UserError (exit code 2) if --runs=start cannot be used here, or would let others in."""
+    if cfg.runs != "start":
+        return
+    if not is_local(cfg.host) and not key_of(cfg):
+        raise UserError(
+            tr(
+                "--runs=start on --host {host} would let everyone who can reach this machine start "
+                "programs on it: set --api_key or {key_variable}, or leave --host out",
+                host=cfg.host,
+                key_variable=KEY_VARIABLE,
+            ),
+            exit_code=2,
+        )
+    if not hasattr(os, "pidfd_open"):
+        raise UserError(
+            tr("--runs=start needs Linux, which tells processes apart: use --runs here"),
+            exit_code=2,
+        )
 
 
 def check_origins(cfg: Config) -> None:
@@ -409,6 +434,7 @@ def settings_of(cfg: Config) -> Settings:
             per_address=max(Caps.per_address, 2 * slots),
         ),
         runs=base_dir() if cfg.runs else None,
+        starts=cfg.runs == "start",
     )
 
 
@@ -595,7 +621,9 @@ def show_runs(cfg: Config, listener: socket.socket) -> None:
                 "no model is trained yet, so there are only the runs to see"
             )
         )
-    serve_until_stopped(cfg, create_runs_app(base_dir(), hosts_of(cfg), key_of(cfg)), listener)
+    starts = cfg.runs == "start"
+    app = create_runs_app(base_dir(), hosts_of(cfg), key_of(cfg), starts)
+    serve_until_stopped(cfg, app, listener)
 
 
 def serve_until_stopped(

@@ -34,6 +34,7 @@ from nanochat.models.lora import LoraConfig
 from nanochat.optim import OneRate
 from nanochat.planner import expected
 from nanochat.planner.forecast import Tuning
+from nanochat.planner.needs import log_needs
 from nanochat.planner.tuning import check_fits
 from nanochat.platforms.base import dtype_name
 from nanochat.prepare.conversations import conversation_lengths
@@ -158,6 +159,9 @@ class Config:
     """text file on which each validation also measures the perplexity, to show what the model forgets.
     Blank lines separate passages, and no passage may be in the data.
     Default: English and Chinese passages of the package"""
+    forecast: Rare[Free[bool]] = False
+    """print the memory, the disk space and the time that the run needs, and end before it trains.
+    The data is read and tokenized for that, which the run then does not repeat"""
     epochs: TuningEpochs = TuningEpochs()
     """how long the run is"""
     batch: ExampleFlags = ExampleFlags(target_examples_per_step="auto")
@@ -360,11 +364,13 @@ def train(cfg: Config, compute: Compute) -> None:
     )
     epochs = cfg.epochs.resolved(rows.conversations)
     replay_every = replay.resolve_every(cfg.replay_every, cfg.objective.loss, rows, base, compute)
-    if replay_every:
+    if replay_every and not cfg.forecast:
         rows = replay.with_own_words(rows, replay_every, base, cfg.run.seed, compute)
     steps = epochs.steps_over(
         rows, batch.rows_per_step, conversations.name, cfg.batch.smaller_steps
     )
+    if replay_every and cfg.forecast:  # a forecast writes no words
+        steps = steps * replay_every // (replay_every - 1)
     tuning = Tuning(
         model.config,
         lora,
@@ -377,7 +383,10 @@ def train(cfg: Config, compute: Compute) -> None:
         dtype_name(compute.dtype),
         not compute.platform.has_own_memory,
     )
-    check_fits(tuning, model, compute)
+    check_fits(tuning, model, compute, always=cfg.forecast)
+    if cfg.forecast:
+        log_needs(tuning, model, batch, steps, cfg.run.keep, compute)
+        return
     rates = OneRate(cfg.rate(model.config.n_embd, steps, rule), cfg.weight_decay)
     optimizers = set_up(model, rates, 1.0, folder.path, cfg.run, compute, fill=base.fill)
     if preference:  # before a checkpoint is loaded, the model is its own reference

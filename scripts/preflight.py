@@ -20,7 +20,6 @@ from nanochat.data.sources.published import SOURCES, Source
 from nanochat.device import Compute
 from nanochat.evals.core import find_bundle
 from nanochat.gpt import GPT
-from nanochat.meter import expected_seconds
 from nanochat.model import Model
 from nanochat.optim import Rates, saved_bytes
 from nanochat.planner.expected import rates_here
@@ -28,6 +27,7 @@ from nanochat.planner.plan import batch_of, plan_of
 from nanochat.planner.work import size_of_model
 from nanochat.runtime import progress
 from nanochat.runtime.progress import amount, duration
+from nanochat.schedule import expected_seconds
 from nanochat.train import sizes
 from nanochat.train.fit import disk
 from nanochat.train.flags import Auto

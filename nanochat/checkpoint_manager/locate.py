@@ -287,6 +287,12 @@ def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
     return Parent(stage, folder.name, step, identity, meta["config"]["corpus"])
 
 
+def parent_tag(identity: str) -> str:
+    """Return the tag in a Parent's `identity`, or "" if the text is none."""
+    parent = _IDENTITY.fullmatch(identity)
+    return parent[2] if parent else ""
+
+
 def updates(meta: dict[str, Any]) -> int:
     """Return how many optimizer updates led to the model that a meta.json describes.
 

@@ -49,17 +49,22 @@ def _default(value: str) -> str:
     return _widened(tr("(default: {value})", value=value) if value else tr("(default: none)"))
 
 
+def docstrings(config: type[Any]) -> dict[str, str]:
+    """Return the docstring of each field of a configuration, by name; one without has none."""
+    text_of: dict[str, str] = {}
+    for owner in reversed(config.__mro__[:-1]):
+        parameters = docstring_parser.parse_from_object(owner).params
+        text_of |= {item.arg_name: item.description or "" for item in parameters}
+    return text_of
+
+
 def _derived(config: Any, all_flags: bool) -> type[Any]:
     """Return a subclass of a configuration for --help, in the user's language.
 
     Unless `all_flags`, rare flags are hidden.
     """
     hints = typing.get_type_hints(config, include_extras=True)
-    text_of: dict[str, str] = {}
-    if language() == "zh":
-        for owner in reversed(config.__mro__[:-1]):
-            parameters = docstring_parser.parse_from_object(owner).params
-            text_of |= {item.arg_name: item.description or "" for item in parameters}
+    text_of = docstrings(config) if language() == "zh" else {}
     changed: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
     for field in dataclasses.fields(config):

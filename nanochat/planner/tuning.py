@@ -137,17 +137,19 @@ def check_fits(
     model: Qwen,
     compute: Compute,
     memory_of: Callable[[Tuning], Memory] = announced_forecast,
+    always: bool = False,
 ) -> None:
     """Raise UserError (exit code 2) if a step is forecast to exceed the memory that a rank may use.
 
     The error names the nearest settings that fit, if any. Call this on every rank before any
-    weights are loaded; the model may still be on meta.
+    weights are loaded; the model may still be on meta. Without `always`, a step that surely fits is
+    not forecast.
     """
     ranks_in_memory = parallel.ranks_in_memory(compute)
     # Other processes may use more of one card than of another.
     available = parallel.least(int(reachable(compute) / ranks_in_memory), compute)
     budget = SHARE * available
-    if _surely_fits(tuning, model, budget):
+    if not always and _surely_fits(tuning, model, budget):
         return
     error: UserError | None = None
     if compute.main:  # forecasts are processes that take seconds, and are the same for every rank

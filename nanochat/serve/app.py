@@ -22,7 +22,9 @@ from nanochat.serve.routes.answers import error
 from nanochat.serve.routes.chat import read_chat
 from nanochat.serve.routes.completions import read_completion
 from nanochat.serve.routes.fields import ApiError
+from nanochat.serve.runs.control import Control
 from nanochat.serve.runs.routes import Runs
+from nanochat.serve.runs.starter import Starter
 from nanochat.serve.server import ChatServer, Settings
 
 SCRIPTS = (
@@ -51,11 +53,14 @@ SCRIPTS = (
     "reply/tokens.js",
     "reply/turn.js",
     "runs/chart.js",
+    "runs/control.js",
     "runs/feed.js",
     "runs/figures.js",
+    "runs/form.js",
     "runs/list.js",
     "runs/runs.js",
     "runs/samples.js",
+    "runs/started.js",
     "runs/words.js",
     "settings/drawer.js",
     "settings/values.js",
@@ -66,6 +71,7 @@ STYLES = (
     "reply/markdown.css",
     "reply/pair.css",
     "reply/reply.css",
+    "runs/control.css",
     "runs/runs.css",
     "settings/settings.css",
 )
@@ -89,7 +95,9 @@ def create_app(models: Sequence[Loadable], settings: Settings) -> App:
     files = assets()
     runs = None
     if settings.runs is not None:
-        runs = Runs(settings.runs, chat=settings.page)
+        runs = Runs(
+            settings.runs, settings.page, Starter(settings.runs) if settings.starts else None
+        )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -106,7 +114,7 @@ def create_app(models: Sequence[Loadable], settings: Settings) -> App:
         _add_pages(app, {"/": files["index.html"]}, files)
     if runs is not None:
         _add_pages(app, {"/runs": files["runs/index.html"]}, files)
-        runs.add_to(app)
+        _add_runs(app, runs, settings.api_key)
     _add_api(app, server)
     _answer_head(app)
     guarded: ASGIApp = Guard(app, settings.hosts, settings.api_key)
@@ -141,13 +149,24 @@ def _add_api(app: FastAPI, server: ChatServer) -> None:
     app.add_api_route("/v1/responses/{number}", server.remove_response, methods=["DELETE"])
 
 
+def _add_runs(app: FastAPI, runs: Runs, api_key: str) -> None:
+    """Add the routes of the page of runs, and if it has a starter those that start and stop runs."""
+    runs.add_to(app)
+    if runs.starter is not None:
+        Control(runs, runs.starter, bool(api_key)).add_to(app)
+
+
 def create_runs_app(
     base: Path,
     hosts: tuple[str, ...],
     api_key: str,
+    starts: bool = False,
 ) -> App:
-    """Return an application without a model, whose only page shows the runs under `base`."""
-    runs = Runs(base, chat=False)
+    """Return an application without a model, whose only page shows the runs under `base`.
+
+    If `starts` is true, the page also starts, resumes and stops runs.
+    """
+    runs = Runs(base, False, Starter(base) if starts else None)
     files = assets()
 
     @contextlib.asynccontextmanager
@@ -160,7 +179,7 @@ def create_runs_app(
 
     app = _application(lifespan)
     _add_pages(app, dict.fromkeys(("/", "/runs"), files["runs/index.html"]), files)
-    runs.add_to(app)
+    _add_runs(app, runs, api_key)
     app.add_api_route("/health", health)
     _answer_head(app)
     return App(Guard(app, hosts, api_key), [], Caps())

@@ -44,16 +44,21 @@ HEADERS = {
 # --- who may ask ---------------------------------------------------------------------------------
 
 
+def host_name(host: str) -> str:
+    """Return the name or the address in a Host header, without its port."""
+    name, _, port = host.rpartition(":")
+    if not port.isdigit():
+        name = host
+    return name.removeprefix("[").removesuffix("]").lower()
+
+
 def host_allowed(host: str, names: tuple[str, ...]) -> bool:
     """Return whether a Host header names this server: an IP address, localhost, or one of `names`.
 
     If another site makes its own name point to this machine (DNS rebinding), the header holds that
     name.
     """
-    name, _, port = host.rpartition(":")
-    if not port.isdigit():
-        name = host
-    name = name.removeprefix("[").removesuffix("]").lower()
+    name = host_name(host)
     with contextlib.suppress(ValueError):
         return bool(ipaddress.ip_address(name))
     return name == "localhost" or name in map(str.lower, names)

@@ -58,6 +58,7 @@ class Settings:
     caps: Caps = field(default_factory=Caps)
     # The base folder whose runs the page /runs shows; None: there is no such page.
     runs: Path | None = None
+    starts: bool = False  # whether that page may start, resume and stop runs
 
 
 class CheckedRequest(Protocol):

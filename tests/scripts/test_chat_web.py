@@ -205,6 +205,25 @@ def test_flags_that_contradict_the_runs_are_refused(flags):
     assert caught.value.exit_code == 2
 
 
+def test_runs_are_started_only_by_this_machine_or_with_a_key():
+    start: Any = "start"
+    with pytest.raises(UserError, match="--api_key") as caught:
+        check(Config(runs=start, host="0.0.0.0"))
+    assert caught.value.exit_code == 2
+    check(Config(runs=start, host="0.0.0.0", api_key="secret"))
+    check(Config(runs=start))
+    assert settings(runs=start).starts and not settings(runs=True).starts
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [([], False), (["--runs"], True), (["--runs=start"], "start"), (["--runs", "start"], "start"),
+     (["--runs", "--port", "0"], True), (["--runs", "False"], False), (["--no-runs"], False)],
+)  # fmt: skip
+def test_runs_is_a_switch_that_also_takes_start(words, value):
+    assert parse(Config, words).runs == value
+
+
 # --- the whole program ---------------------------------------------------------------------------
 
 

@@ -375,3 +375,15 @@ def test_an_adapter_whose_base_is_gone_says_so(models: Path, tmp_path: Path) -> 
 def test_any_seed_that_the_flags_allow_seeds_dropout() -> None:
     assert finetune.dropout_seed(42, 3, 1) == (42 * 1_000_003 + 3) * 65_537 + 1
     device.seed_all(finetune.dropout_seed(2**63 - 1, 10**6, 1000))
+
+
+def test_a_forecast_tells_memory_disk_and_time_and_trains_nothing(models: Path, base: Path, capsys: Any) -> None:
+    finetune.train(config(models, forecast=True), on_cpu())
+    said = capsys.readouterr().out
+    assert [name for name in ("memory: ", "disk: ", "time: ") if name in said] == ["memory: ", "disk: ", "time: "]
+    assert not list(base.glob("tuned_checkpoints/*"))
+    checkpoint = float(said.partition("free (")[2].split()[0])  # in kB
+    finetune.train(config(models, num_iterations=1), on_cpu())
+    (step,) = checkpoint_dir("tune", "made").glob("step_*")
+    tensors = sum(path.stat().st_size for path in step.rglob("*.safetensors")) / 1000
+    assert 0.8 * tensors < checkpoint < 1.3 * tensors

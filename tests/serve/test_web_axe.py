@@ -1,6 +1,8 @@
 """The pages as axe-core sees them: no serious or critical barrier in any state, on a phone by day and at a desk by night."""
 
 import contextlib
+import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,10 @@ from nanochat.data.conversation import Part
 from nanochat.runtime.samples import Sample, keep_samples
 from nanochat.serve.app import create_runs_app
 from nanochat.serve.models import Announced, Loadable
+from nanochat.serve.runs import record
+from nanochat.serve.runs.control import Control
+from nanochat.serve.runs.script import fields_of
+from scripts import finetune
 from tests.serve.pages import ask
 from tests.serve.test_web_runs import write
 from tests.support.browsing import finished, visit
@@ -180,3 +186,66 @@ def test_the_page_of_runs_has_no_barriers(browser, base_folder: Path, scheme, si
             "pointed at": lambda: page.locator(".chart svg").first.hover(),
         })  # fmt: skip
         assert not found, found
+
+
+@looks
+def test_the_form_that_starts_a_run_has_no_barriers(browser, base_folder: Path, monkeypatch, scheme, size):
+    async def fields(*_: Any) -> list[Any]:
+        return fields_of(finetune.Config)
+
+    async def child(*_: Any) -> dict[str, Any]:
+        return {"code": 1, "text": "time: about 3 s\nerror: no"}
+
+    monkeypatch.setattr(Control, "_fields_of", fields)
+    monkeypatch.setattr(Control, "_child", child)
+    folder = base_folder / "tuned_checkpoints" / "made"
+    write(base_folder, "made", 20, place="tuned").close()
+    begun = record.Record(os.getpid(), "another boot", ("python", "-m", "scripts.finetune"), {}, 1, 0.0, code=1)
+    record.write(folder, begun)
+    (folder / record.LOG).write_text("step 1\n")
+    (folder / record.LOG).chmod(0o600)
+    with (
+        serving(create_runs_app(base_folder, (), "", starts=True)) as url,
+        visit(browser, f"{url}/runs", ready=".started", problems=["400"], viewport=size, color_scheme=scheme) as page,
+    ):
+
+        def unfold() -> None:
+            press(page, ".started summary")
+            expect(page.locator(".started .output")).to_have_text("step 1\n")
+
+        def fill() -> None:
+            page.get_by_label(re.compile("^--model")).fill("/m")
+            page.get_by_label(re.compile("^--data")).fill("a.jsonl")
+            press(page, "#rare summary")
+            expect(page.locator("#command")).to_contain_text("--model=/m")
+
+        def forecast() -> None:
+            page.get_by_label("--lora_rank").fill("4")
+            press(page, "#forecast")  # before the command is composed again
+            expect(page.locator("#forecast-text")).to_contain_text("time: about 3 s")
+
+        def refused() -> None:
+            page.get_by_label(re.compile("^--data")).fill("-x")
+            press(page, "#go")
+            expect(page.get_by_role("alert")).to_contain_text("data has '-x'")
+            expect(page.get_by_label(re.compile("^--data"))).to_have_attribute("aria-invalid", "true")
+
+        def in_chinese() -> None:
+            press(page, "#language")
+            expect(page.locator("#start-title")).to_have_text("微调模型")
+            expect(page.locator("#flag-model-help")).to_contain_text("模型目录")
+
+        found = through(page, {
+            "failed run": lambda: expect(page.locator(".started .state")).to_have_text("failed"),
+            "log": unfold,
+            "form": lambda: press(page, "#new-run"),
+            "filled": fill,
+            "forecast": forecast,
+            "refused": refused,
+            "in Chinese": in_chinese,
+        })  # fmt: skip
+        assert not found, found
+        wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        page.locator("#cancel").click()
+        expect(page.locator("#new-run")).to_be_focused()
+        assert wide <= 0

@@ -114,7 +114,7 @@ def test_a_command_line_with_such_a_number_ends_with_code_2(line: str, capsys: p
 def test_rl_refuses_flags_that_it_would_ignore(flags: dict[str, bool]) -> None:
     with pytest.raises(UserError, match=f"RL neither compiles nor captures its passes.* got --{next(iter(flags))}: "):
         made("rl", **flags)
-    for stage in ("base", "mid", "sft", "tune"):
+    for stage in ("base", "mid", "sft"):
         made(stage, **flags)
     assert parse(chat_rl.Config, ["--no_compile", "--no-graphs"]).run.compile is False
 

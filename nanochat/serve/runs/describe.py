@@ -175,7 +175,7 @@ class Describer:
         cached = self._cache.get(run.key)
         if cached is not None and cached[0] == state:
             return cached[1]
-        facts = _facts(run.folder / "run.json")
+        facts = facts_of(run.folder / "run.json")
         files = RunFiles(tail(run.metrics), facts, _steps(run.folder, facts))
         self._cache[run.key] = (state, files)
         return files
@@ -202,7 +202,7 @@ def _version(path: Path) -> str | None:
     return f"{file_stat.st_mtime_ns}-{file_stat.st_size}"
 
 
-def _facts(path: Path) -> dict[str, Any]:
+def facts_of(path: Path) -> dict[str, Any]:
     """Return the content of a run.json, or {} if it is too large, damaged or missing."""
     try:
         check_regular(path, MOST_RUN_BYTES)

@@ -18,6 +18,7 @@ from nanochat.serve.routes.answers import QUEUE_FULL, while_connected
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.runs.describe import Describer, Run, find_runs
 from nanochat.serve.runs.follow import Follower
+from nanochat.serve.runs.starter import Starter
 from nanochat.serve.waiting import Turns
 
 T = TypeVar("T")
@@ -36,9 +37,13 @@ class Runs:
     Its own thread reads the files, for one request at a time, and addresses take turns.
     """
 
-    def __init__(self, base: Path, chat: bool):
-        """Serve the runs under `base`; the page links to the chat if `chat` is true."""
+    def __init__(self, base: Path, chat: bool, starter: Starter | None = None):
+        """Serve the runs under `base`; the page links to the chat if `chat` is true.
+
+        With a `starter`, the list also tells which runs the page has started.
+        """
         self.base, self.chat = base, chat
+        self.starter = starter
         self._turns = Turns(MOST_WAITING)
         self._thread = ThreadPoolExecutor(1, "runs")
         self._describer = Describer()
@@ -64,7 +69,7 @@ class Runs:
         status is 304, and there is no body.
         """
         shown = _shown_runs(request.query_params.get("shown", ""))
-        body = await while_connected(request.receive, self._run(request, lambda: self._data(shown)))
+        body = await while_connected(request.receive, self.run(request, lambda: self._data(shown)))
         if body is None:
             return Response()  # the client has left
         tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
@@ -74,14 +79,12 @@ class Runs:
 
     async def samples(self, request: Request, key: str) -> Response:
         """Answer GET /runs/samples/KEY with the newest samples of a run, latest first."""
-        body = await while_connected(
-            request.receive, self._run(request, lambda: self._samples(key))
-        )
+        body = await while_connected(request.receive, self.run(request, lambda: self._samples(key)))
         if body is None:
             return Response()  # the client has left
         return Response(body, media_type="application/json")
 
-    async def _run(self, request: Request, work: Callable[[], T]) -> T:
+    async def run(self, request: Request, work: Callable[[], T]) -> T:
         """Run `work` for a request in the thread, and return the result.
 
         Raises ApiError (429) if too many requests are waiting.
@@ -106,7 +109,19 @@ class Runs:
         self._describer.forget(runs)
         self._runs = {run.key: run for run in runs}
         self._list = {"runs": described, "older": older, "chat": self.chat}
+        if self.starter is not None:
+            self._runs |= {run.key: run for run in self.starter.runs()}
+            self._list["started"] = self.starter.listed()
         self._listed_at = time.monotonic()
+
+    def find(self, key: str) -> Run | None:
+        """Return the run with a key, or None if there is none. Call it in the thread."""
+        self._refresh()
+        return self._runs.get(key)
+
+    def refresh_next(self) -> None:
+        """Let the next request list the runs again. Call it in the thread."""
+        self._listed_at = float("-inf")
 
     def _data(self, shown: dict[str, tuple[str, int]]) -> bytes:
         """Return the list of runs, and the new figures of the runs in `shown`, as JSON."""
@@ -149,8 +164,7 @@ class Runs:
 
         Raises ApiError (404) if there is no such run.
         """
-        self._refresh()
-        run = self._runs.get(key)
+        run = self.find(key)
         if run is None:
             text = "there is no such run: /runs/data lists those that are there"
             raise ApiError(404, "not_found", text)

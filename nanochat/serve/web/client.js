@@ -18,7 +18,7 @@ async function refusal(response) {
   const values = { status: response.status, seconds: Number(response.headers.get("Retry-After")) || 5 };
   try {
     const { error } = await response.json();
-    return new ChatError(error.code, error.message, values);
+    return new ChatError(error.code, error.message, { ...values, param: error.param });
   } catch {
     return new ChatError("http", "", values);
   }

@@ -51,6 +51,7 @@ export class Feed {
       this.took(this.last);
     }
     if (Object.values(this.last.shown).some((news) => news.behind)) return 0;
-    return this.last.runs.some((run) => run.state === "running") ? OFTEN : SELDOM;
+    const busy = [...this.last.runs, ...Object.values(this.last.started ?? {})].some(({ state }) => state === "running" || state === "stopping");
+    return busy ? OFTEN : SELDOM;
   }
 }

@@ -14,9 +14,12 @@ export function runName({ tag, stage }) {
 }
 
 export class List {
-  /** `ticked` is called with a run's id and whether its box is ticked. */
-  constructor(body, more, ticked) {
-    Object.assign(this, { body, more, ticked });
+  /**
+   * `ticked` is called with a run's id and whether its box is ticked, `resume` with a run's id, its name and the button.
+   * `resumes` tells whether the run of an id has that button.
+   */
+  constructor(body, more, ticked, resume) {
+    Object.assign(this, { body, more, ticked, resume, resumes: () => false });
     this.rows = new Map();
     this.all = false;
     more.addEventListener("click", () => {
@@ -59,6 +62,9 @@ export class List {
     const far = run.step || run.state !== "running" ? words(run.steps ? "stepOf" : "stepAlone", { step: run.step, steps: run.steps }) : words("gettingReady");
     const left = run.seconds_left === null ? "" : words("left", { time: duration(run.seconds_left) });
     cells.far.textContent = [far, left].filter(Boolean).join(" · ");
+    cells.resume.hidden = run.state !== "stopped" || !this.resumes(run.id);
+    say(cells.resume, "resume");
+    say(cells.resume, "resumeRun", { run: runName(run) }, "label");
     cells.bar.hidden = !run.steps;
     [cells.bar.max, cells.bar.value] = [run.steps || 1, Math.min(run.step, run.steps || 1)];
     cells.bar.setAttribute("aria-label", far);
@@ -76,12 +82,14 @@ export class List {
     box.type = "checkbox";
     box.addEventListener("change", () => this.ticked(id, box.checked));
     const label = make("label", "", box, swatch, make("span", "names", tag, about));
-    const [badge, far, bar] = [make("span", "state"), make("span", "far"), make("progress")];
+    const [badge, far, bar, resume] = [make("span", "state"), make("span", "far"), make("progress"), make("button", "quiet small resume-row")];
+    resume.type = "button";
+    resume.addEventListener("click", () => this.resume(id, tag.textContent, resume));
     const head = make("th", "", label);
     head.scope = "row";
     const figures = COLUMNS.map((name) => make("td", name === "loss" ? "number" : "number wide"));
-    const row = make("tr", "", head, make("td", "", make("div", "how-far", badge, far, bar)), ...figures);
-    const cells = { row, box, label, swatch, tag, about, badge, far, bar, figures };
+    const row = make("tr", "", head, make("td", "", make("div", "how-far", badge, far, bar), resume), ...figures);
+    const cells = { row, box, label, swatch, tag, about, badge, far, bar, resume, figures };
     this.rows.set(id, cells);
     return cells;
   }

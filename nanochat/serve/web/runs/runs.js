@@ -5,15 +5,19 @@ import { Chart } from "./chart.js";
 import { Feed } from "./feed.js";
 import { curveOf, Figures, namesOf } from "./figures.js";
 import { List, runName } from "./list.js";
+import { Form } from "./form.js";
 import { make } from "../reply/dom.js";
 import { Samples } from "./samples.js";
+import { Started } from "./started.js";
 
 const MOST_SHOWN = 8; // as many as there are colours
 const KEY = "nanochat.runs"; // in the browser's storage: the ticked runs
 const AFTER = { running: "nowRunning", finished: "nowFinished", stopped: "nowStopped" };
 
 const find = (id) => document.getElementById(id);
-const list = new List(find("rows"), find("more-runs"), tick);
+const list = new List(find("rows"), find("more-runs"), tick, resume);
+const form = new Form(showStarted);
+const startedRuns = new Started(find("started"), find("started-list"), { resume, changed: () => feed.look() });
 const samples = new Samples(find("samples"), find("samples-list"));
 const charts = new Map(); // by the name of the figure
 const figures = new Map(); // by the run's id
@@ -23,6 +27,7 @@ let chosen = keptChoice(); // ids of the ticked runs; null: the reader has not c
 let colours = new Map(); // by the run's id
 let over = "step";
 let [failedAt, seenAt] = [false, null];
+let [started, startedNow] = [null, null]; // the runs that the page has started, by id; null: it may not. And the latest, until it is listed
 
 function keptChoice() {
   try {
@@ -72,7 +77,7 @@ const feed = new Feed({
     if (failedAt) showTrouble(null);
     if (answer === null) return;
     tellChanges(answer.runs);
-    [runs, older] = [answer.runs, answer.older];
+    [runs, older, started] = [answer.runs, answer.older, answer.started ?? null];
     find("chat-link").hidden = !answer.chat;
     const before = [...colours.keys()].join();
     paint();
@@ -105,10 +110,32 @@ function tellChanges(now) {
   if (changed.length) find("told").textContent = changed.map((run) => words(AFTER[run.state], { run: runName(run) })).join(" ");
 }
 
+// --- runs of this page ---------------------------------------------------------------------------
+
+function resume(id, name, opener) {
+  form.open(opener, id, name);
+}
+
+/** Show a run as soon as the server lists it. */
+function showStarted(id) {
+  startedNow = id;
+  feed.look();
+}
+
+function drawStarted() {
+  find("may-start").hidden = started === null;
+  list.resumes = (id) => started !== null && !Object.hasOwn(started, id); // the others have a button in their card
+  startedRuns.draw(started ?? {}, new Map(runs.map((run) => [run.id, run.state])));
+  if (startedNow && startedRuns.show(startedNow)) startedNow = null;
+}
+
+find("new-run").addEventListener("click", () => form.open(find("new-run")));
+
 // --- drawing -------------------------------------------------------------------------------------
 
 function draw() {
-  find("none").hidden = runs.length > 0 || seenAt === null;
+  drawStarted();
+  find("none").hidden = runs.length > 0 || seenAt === null || started !== null;
   find("list").hidden = !runs.length;
   list.draw(runs, colours, colours.size >= MOST_SHOWN);
   find("older").hidden = older === 0;
@@ -165,6 +192,7 @@ function showLanguage() {
   say(find("language"), "otherLanguage");
   say(find("language"), "otherLanguageLabel", {}, "label");
   draw();
+  form.translate();
   samples.translate();
 }
 

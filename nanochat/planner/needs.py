@@ -1,0 +1,84 @@
+"""Says how much disk space and time a run of fine-tuning needs, before it trains."""
+
+import shutil
+
+from nanochat import device
+from nanochat.common import UserError, base_dir, log, tr
+from nanochat.device import Compute
+from nanochat.models.qwen.model import Qwen
+from nanochat.optim import OneRate, saved_bytes
+from nanochat.planner import expected
+from nanochat.planner.forecast import Tuning
+from nanochat.runtime.progress import amount, duration
+from nanochat.schedule import expected_seconds
+from nanochat.train.fit.disk import of_checkpoints
+from nanochat.train.sizes import Batch
+
+
+def seconds_of(tuning: Tuning, model: Qwen, batch: Batch, steps: int, compute: Compute) -> float:
+    """Return an estimate of the seconds that `steps` steps take.
+
+    This is the planner's prediction if the planner knows the card. Otherwise, it follows from the
+    usual share of the peak FLOP/s.
+    """
+    seconds = expected.of_tuning(tuning, batch.passes, compute)
+    if seconds is not None:
+        return steps * seconds
+    peak, _ = device.peak_flops(compute)
+    usual = compute.platform.usual_mfu()
+    tokens = steps * batch.tokens_per_step
+    return expected_seconds(tokens, model.flops_per_token(), peak * compute.world_size, usual)
+
+
+def log_needs(
+    tuning: Tuning, model: Qwen, batch: Batch, steps: int, keep: int, compute: Compute
+) -> None:
+    """Log the disk space and the time of a run of `steps` steps.
+
+    The run keeps its `keep` newest checkpoints, or all of them if `keep` is 0. Raises UserError
+    (exit code 2) if the base folder has less space than that.
+    """
+    tensors = saved_bytes(model, OneRate(0.0))
+    checkpoint = of_checkpoints(tensors)
+    free = shutil.disk_usage(base_dir()).free
+    # A new checkpoint is written before the oldest one is deleted.
+    needed = of_checkpoints(tensors, (keep or 1) + 1)
+    values = {
+        "folder": base_dir(),
+        "needed": amount(needed, "B"),
+        "checkpoint": amount(checkpoint, "B"),
+        "free": amount(free, "B"),
+    }
+    if needed > free:
+        raise UserError(
+            tr(
+                "{folder} has {free} free, and the checkpoints take up to {needed}: free some space, "
+                "lower --keep, or set NANOCHAT_BASE_DIR to a folder on another disk",
+                **values,
+            ),
+            exit_code=2,
+        )
+    if keep:
+        log(
+            tr(
+                "disk: up to {needed} in {folder}, which has {free} free ({checkpoint} a checkpoint)",
+                **values,
+            )
+        )
+    else:
+        log(
+            tr(
+                "disk: {checkpoint} for each checkpoint in {folder}, which has {free} free; "
+                "--keep=0 keeps all",
+                **values,
+            )
+        )
+    seconds = seconds_of(tuning, model, batch, steps, compute)
+    log(
+        tr(
+            "time: about {time} to train on {tokens:,} tokens; loading, validating and saving come "
+            "on top",
+            time=duration(seconds),
+            tokens=steps * batch.tokens_per_step,
+        )
+    )
