@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanochat.data.conversation import Conversation
@@ -17,6 +17,7 @@ from nanochat.serve.routes.answers import (
     finite,
     spelling,
 )
+from nanochat.serve.routes.constraints import constrained
 from nanochat.serve.routes.fields import (
     READ,
     VLLM_NEUTRAL,
@@ -29,12 +30,11 @@ from nanochat.serve.routes.fields import (
     flag,
     invalid,
     read_fields,
-    read_format,
     read_settings,
     truncates,
     upper_bound,
 )
-from nanochat.serve.routes.fitted import OPTIONS, fitted, read_options
+from nanochat.serve.routes.fitted import OPTIONS, fitted, read_max_thought, read_options
 from nanochat.serve.routes.formats.pieces import (
     Arguments,
     Calculation,
@@ -83,7 +83,7 @@ class ChatRequest:
     logprobs: bool
     tools: Tools
     options: Mapping[str, Any]  # variables of the chat template
-    parallel: bool  # whether a reply may have several calls
+    max_thought: int | None  # tokens
     continued: bool = False  # whether the last message is the beginning of the reply
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
@@ -105,9 +105,14 @@ class ChatRequest:
             limits.context,
             begun=len(reply_start),
         )
-        form = form_of(prompt, self.tools, tokenizer, self.parallel)
+        form = form_of(prompt, self.tools, tokenizer)
+        if form.opened and reply_start:  # the answer is continued, not the thought
+            reply_start = [*form.closing(tokenizer), *reply_start]
+        if reply_start:
+            form = replace(form, opened=False, closed=True)
         prompt = [*prompt, *reply_start]
         requests = settings.requests(prompt, limits.context)
+        requests = constrained(requests, form, self.max_thought)
         scores = 0
         if self.logprobs:
             tokens = sum(sampling.max_tokens for _, sampling in requests)
@@ -137,8 +142,6 @@ def read_chat(
     if top_logprobs and not logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     tools = read_tools(fields)
-    # A reply that must be a call is no text, and response_format is about texts.
-    schema = tools.schema or read_format(fields.get("response_format"), "response_format")
     length_field = "max_tokens"
     if "max_completion_tokens" in fields:
         length_field = "max_completion_tokens"
@@ -148,7 +151,6 @@ def read_chat(
         limits,
         defaults,
         max_tokens,
-        schema=schema,
         logprobs=top_logprobs or 0,
     )
     continued = continues(fields)
@@ -160,7 +162,7 @@ def read_chat(
         logprobs,
         tools,
         read_options(fields),
-        flag(fields, "parallel_tool_calls", True),
+        read_max_thought(fields, limits),
         continued,
     )
 

@@ -11,14 +11,21 @@ from dataclasses import replace
 from typing import Any
 
 from nanochat.data.conversation import Conversation, Message, Part, user
-from nanochat.serve.routes.fields import invalid, mapping
+from nanochat.serve.routes.fields import Limits, invalid, mapping, upper_bound
 from nanochat.serve.routes.formats import json_calls
 from nanochat.serve.routes.messages import merge_texts, with_instructions
 from nanochat.serve.routes.tools import Tools
 from nanochat.tokenizer import Tokenizer
 
-# The fields of a request that set variables of its template.
-OPTIONS = ("chat_template_kwargs", "enable_thinking", "reasoning_effort", "reasoning")
+# The fields of a request about thoughts and the variables of the template.
+BUDGETS = ("max_reasoning_tokens", "thinking_budget")  # the second is Qwen's own name
+OPTIONS = (
+    "chat_template_kwargs",
+    "enable_thinking",
+    "reasoning_effort",
+    "reasoning",
+    *BUDGETS,
+)
 # Variables of templates that other fields of a request set.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
 # The efforts that stand for no thoughts; all others leave them to the template.
@@ -115,3 +122,12 @@ def read_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(effort, str):
         options.setdefault("reasoning_effort", effort)
     return options
+
+
+def read_max_thought(fields: Mapping[str, Any], limits: Limits) -> int | None:
+    """Return the most tokens that the thought of a reply may have, or None if no field says so.
+
+    Raises ApiError (400) if the number is not valid.
+    """
+    budgets = [upper_bound(fields, name, limits.context, low=0) for name in BUDGETS]
+    return next((budget for budget in budgets if budget is not None), None)

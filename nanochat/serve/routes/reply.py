@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanochat.data.conversation import Part
-from nanochat.serve.routes.formats.json_calls import OPEN, JsonCalls
+from nanochat.serve.routes.formats.json_calls import JsonCalls
 from nanochat.serve.routes.formats.pieces import (
     Arguments,
     Calculation,
@@ -21,6 +21,8 @@ from nanochat.serve.routes.formats.xml_calls import XmlCalls
 from nanochat.serve.routes.tools import NONE, Tools
 from nanochat.tokenizer import Tokenizer
 
+LONGEST_OPENING = 32  # tokens of the marks of a thought and the white space after them
+
 
 @dataclass(frozen=True)
 class Form:
@@ -30,21 +32,28 @@ class Form:
     calls: str | None = None  # the form of calls, "json" or "xml"; None if the template has none
     marks: Marks | None = None  # around thoughts; None for a model that does not think
     opened: bool = False  # whether the prompt has opened the thought
-    parallel: bool = True  # whether the reply may have several calls
+    closed: bool = False  # whether the prompt has closed it, so that the reply has none
+
+    def closing(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the tokens that close a thought that the prompt has opened."""
+        return tokenizer.encode(f"\n{self.marks.close}\n\n") if self.marks else []
 
 
 def form_of(
     prompt: list[int],
     tools: Tools,
     tokenizer: Tokenizer,
-    parallel: bool = True,
 ) -> Form:
     """Return the form of a reply to a prompt, by what the model's template writes."""
     marks = tokenizer.thought_marks and Marks(*tokenizer.thought_marks)
-    opened = False
-    if marks:
-        opened = tokenizer.decode(prompt[-8:]).rstrip().endswith(marks.open)
-    return Form(tools, tokenizer.call_format, marks, opened, parallel)
+    ending = tokenizer.decode(prompt[-LONGEST_OPENING:]).rstrip()
+    return Form(
+        tools,
+        tokenizer.call_format,
+        marks,
+        opened=marks is not None and ending.endswith(marks.open),
+        closed=marks is not None and ending.endswith(marks.close),
+    )
 
 
 class Reply:
@@ -63,9 +72,7 @@ class Reply:
         if form.tools.parameters:
             parser = XmlCalls if form.calls == "xml" else JsonCalls
             self._calls = parser(form.tools.parameters)
-            if form.tools.forced:  # the reply is a call without its marks
-                self._calls.push(OPEN)
-        self._parallel = form.parallel
+        self._has_one_call = form.tools.parallel is False
         self._is_over = False  # whether nothing more is passed on, after the only call
         self._expression: str | None = None  # the calculator call that still waits for its result
         self._blank = ""  # white space, which is passed on only if words follow
@@ -142,7 +149,7 @@ class Reply:
                 return
             self._blank = ""
             piece = Words(text)
-        self._is_over |= isinstance(piece, Call) and bool(self.calls) and not self._parallel
+        self._is_over |= isinstance(piece, Call) and bool(self.calls) and self._has_one_call
         if self._is_over:
             return
         if isinstance(piece, Thought):

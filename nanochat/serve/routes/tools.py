@@ -1,8 +1,8 @@
-"""Handles a client's tools: tells the model about them, and returns its calls to the client.
+"""Reads a client's tools, which of them a reply must call, and the calls of earlier replies.
 
-Models write calls as Qwen models do, <tool_call>{"name": ..., "arguments": {...}}</tool_call>. If
-the client demands a call, a JSON schema limits the whole reply to one call. Our own calculator has
-its own special tokens, and is not handled here.
+A template with a section for tools gets them there. For any other model, the instructions here tell
+it to write calls as Qwen models do. Our own calculator has its own special tokens, and is not
+handled here.
 """
 
 import json
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nanochat.serve.routes.fields import invalid, kind, schema_text
+from nanochat.serve.routes.fields import flag, invalid, kind, schema_text
 from nanochat.serve.routes.formats import json_calls
 
 MOST_TOOLS = 128  # as many as OpenAI takes
@@ -33,6 +33,7 @@ class Tools:
     parameters: Mapping[str, Any] = field(default_factory=dict)  # schemas of arguments, by name
     definitions: tuple[dict[str, Any], ...] = ()  # of functions that may be called, as OpenAI's
     forced: tuple[str, ...] = ()  # the reply must call one of these; empty if no call is required
+    parallel: bool | None = None  # whether a reply may have several calls; None: not said
     # The types of the client's other tools, such as web_search, which this server does not have.
     skipped: tuple[str, ...] = ()
 
@@ -48,7 +49,7 @@ class Tools:
 
     @property
     def schema(self) -> str | None:
-        """The JSON schema (as text) of a reply that must be a call; None if it need not be one."""
+        """The JSON schema (as text) of a call that a reply must have; None if it need not."""
         if not self.forced:
             return None
         argument_schemas = _standalone({name: self.parameters[name] for name in self.forced})
@@ -117,7 +118,10 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
     for function in functions:
         parameters[function["name"]] = function.get("parameters", {"type": "object"})
     choice = fields.get("tool_choice", "auto" if functions else "none")
-    no_tools = Tools(skipped=tuple(dict.fromkeys(skipped)))
+    parallel = None
+    if fields.get("parallel_tool_calls") is not None:
+        parallel = flag(fields, "parallel_tool_calls")
+    no_tools = Tools(parallel=parallel, skipped=tuple(dict.fromkeys(skipped)))
     if choice == "none" or (choice == "auto" and not functions):
         return no_tools
     forced, callable_names = _chosen(choice, parameters)

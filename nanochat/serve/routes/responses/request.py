@@ -7,6 +7,7 @@ from typing import Any
 
 from nanochat.data.conversation import Conversation, Message
 from nanochat.serve.routes.answers import Work
+from nanochat.serve.routes.constraints import constrained
 from nanochat.serve.routes.fields import (
     ApiError,
     Defaults,
@@ -22,7 +23,7 @@ from nanochat.serve.routes.fields import (
     truncates,
     upper_bound,
 )
-from nanochat.serve.routes.fitted import OPTIONS, fitted, read_options, written
+from nanochat.serve.routes.fitted import OPTIONS, fitted, read_max_thought, read_options, written
 from nanochat.serve.routes.messages import (
     alternating,
     as_request,
@@ -74,7 +75,7 @@ class ResponseRequest:
     instructions: str
     repeated: Repeated
     options: Mapping[str, Any]  # variables of the chat template
-    parallel: bool  # whether a reply may have several calls
+    max_thought: int | None  # tokens
     shelf: Shelf | None  # stores the response; None if it is not stored
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
@@ -96,7 +97,7 @@ class ResponseRequest:
             "input",
         )
 
-        form = form_of(prompt, tools, tokenizer, self.parallel)
+        form = form_of(prompt, tools, tokenizer)
 
         def store(message: dict[str, Any], body: dict[str, Any]) -> None:
             if self.shelf is not None:
@@ -113,6 +114,7 @@ class ResponseRequest:
             )
 
         requests = settings.requests(prompt, limits.context)
+        requests = constrained(requests, form, self.max_thought)
         return Work(requests, writer, headers=tools.headers)
 
 
@@ -142,13 +144,11 @@ def read_response(
     store = flag(value, "store", True)
     instructions = _text(fields, "instructions")
     previous = _text(fields, "previous_response_id")
-    parallel = flag(fields, "parallel_tool_calls", True)
     _check_include(fields.get("include", []))
     tools = read_tools(fields)
     max_tokens = upper_bound(fields, "max_output_tokens", limits.context)
     text_format = mapping(fields, "text").get("format")
-    # A reply that must be a call is no text, and the format is one of texts.
-    schema = tools.schema or read_format(text_format, "text.format")
+    schema = read_format(text_format, "text.format")
     sampled = {name: fields[name] for name in SAMPLED if name in fields}
     settings = read_settings(sampled, limits, defaults, max_tokens, schema=schema)
     earlier = [] if previous is None else shelf.messages(previous)
@@ -167,7 +167,7 @@ def read_response(
         instructions or "",
         repeated,
         read_options(fields),
-        parallel,
+        read_max_thought(fields, limits),
         shelf if store else None,
     )
 

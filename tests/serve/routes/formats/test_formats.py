@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -192,7 +193,9 @@ def test_calls_follow_a_thought_in_which_calls_are_thoughts(form: str, call: str
 
 
 def test_a_reply_that_may_have_one_call_ends_with_it() -> None:
-    assert calls(everywhere(Form(TOOLS, parallel=False), f"{PARIS}{PARIS} x")) == [("weather", '{"city": "Paris"}')]
+    assert calls(everywhere(Form(replace(TOOLS, parallel=False)), f"{PARIS}{PARIS} x")) == [
+        ("weather", '{"city": "Paris"}')
+    ]
 
 
 def test_an_argument_is_passed_on_when_it_is_whole() -> None:
