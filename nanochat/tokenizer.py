@@ -92,8 +92,8 @@ class Tokenizer:
     takes_system = False  # there is no mark for system text, which goes in front of a question
     takes_tools = False
     takes_options = False  # there is no chat template that has variables
-    call_format = None  # a model writes calls of functions as the server tells it
-    thought_marks = None  # a model of ours does not think before it answers
+    call_format: str | None = None  # a model writes calls of functions as the server tells it
+    thought_marks: tuple[str, str] | None = None  # a model of ours does not think before it answers
     sampling: ClassVar[
         Mapping[str, float]
     ] = {}  # a publisher's settings for chats, if there is one

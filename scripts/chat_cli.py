@@ -332,7 +332,7 @@ def note_ending(
 def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
     """Print a reply that the server generates, and otherwise do and return what reply() does."""
     messages = [*chat.messages, user(question)]
-    settings = {"seed": chat.sampling.seed + chat.replies}
+    settings: dict[str, Any] = {"seed": chat.sampling.seed + chat.replies}
     for name, value in chat.settings.items():
         if name in chat.changed or name == "max_tokens":
             settings[name] = value

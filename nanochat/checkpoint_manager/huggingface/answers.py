@@ -148,3 +148,12 @@ def _start(
     while length < most and text[position + length] == opening[length]:
         length += 1
     return position + length
+
+
+def with_ends(text: str, begin: str, end: str) -> str:
+    """Return the assistant's words between two marks.
+
+    Templates may leave out the thoughts in <think> tags, or rewrite them. So `begin` is put
+    wherever the part that a template keeps can begin, and the first one that is kept counts.
+    """
+    return f"{_with_marks(text, begin) or begin}{end}"

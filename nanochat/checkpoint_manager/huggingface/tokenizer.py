@@ -562,7 +562,7 @@ class FolderTokenizer:
             text = self._safe(message.text)
             is_reply = message.role == "assistant"
             if is_reply and message.trained and number >= conversation.prompt_turns:
-                text = _marked(text)
+                text = answers.with_ends(text, BEGIN, END)
                 has_trained_turn = True
             messages.append(_message(message.role, text))
         ids: list[int] = []
@@ -695,16 +695,3 @@ class FolderTokenizer:
         for piece, is_mark in self._pieces(self._text(messages, reply=True, **variables)):
             ids += self._piece_tokens(piece, is_mark)
         return ids
-
-
-def _marked(text: str) -> str:
-    """Return the assistant's words between BEGIN and END.
-
-    Templates may leave out the thoughts in <think> tags, or rewrite them. So BEGIN is put wherever
-    the part that a template keeps can begin, and the first BEGIN that is kept counts.
-    """
-    before, thinks, after = text.strip().partition("</think>")
-    if thinks:
-        thought = before.removeprefix("<think>").strip("\n")
-        return f"{BEGIN}<think>\n{BEGIN}{thought}\n</think>\n\n{BEGIN}{after.lstrip()}{END}"
-    return f"{BEGIN}{text.strip()}{END}"
