@@ -91,6 +91,9 @@ class Tokenizer:
     adds_bos = True  # every plain text too
     takes_system = False  # there is no mark for system text, which goes in front of a question
     takes_tools = False
+    takes_options = False  # there is no chat template that has variables
+    call_format: str | None = None  # a model writes calls of functions as the server tells it
+    thought_marks: tuple[str, str] | None = None  # a model of ours does not think before it answers
     sampling: ClassVar[
         Mapping[str, float]
     ] = {}  # a publisher's settings for chats, if there is one

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
@@ -22,7 +23,7 @@ from nanochat.common import UserError, base_dir, run, tr
 from nanochat.data.conversation import Conversation, Message, Part, assistant, system, user
 from nanochat.device import compute_cleanup, compute_init
 from nanochat.engine import Engine
-from nanochat.generate.reply import TextStream, broken_model, reply_parts
+from nanochat.generate.reply import TextStream, broken_model
 from nanochat.generate.sampling import Sampling, chat_drawing
 from nanochat.serve.chosen import ModelFlags, choose
 from nanochat.serve.cli.remote import SETTINGS, Remote
@@ -37,6 +38,11 @@ from nanochat.serve.cli.terminal import (
 )
 from nanochat.serve.cli.texts import TEXTS
 from nanochat.serve.cli.transcript import instructions, read_transcript, write_transcript
+from nanochat.serve.routes.formats.pieces import Thought, Words
+from nanochat.serve.routes.formats.thoughts import Thoughts
+from nanochat.serve.routes.messages import merge_texts
+from nanochat.serve.routes.reply import form_of
+from nanochat.serve.routes.tools import NONE
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,9 @@ class Config(ModelFlags):
     max_tokens: Annotated[int | Literal["auto"], arg(aliases=["-m"])] = "auto"
     """Longest reply, in tokens. auto: 512; with --url, the server's default,
     but at most half of its context."""
+    thinking: Literal["auto", "on", "off"] = "auto"
+    """Whether the model thinks before it answers, if its chat template has a switch for that.
+    Thoughts are shown in grey, or on standard error. auto: as the template does by default."""
     seed: int = 42
     """Random seed. The same seed and the same messages give the same replies."""
     lang: Literal["auto", "en", "zh"] = "auto"
@@ -109,6 +118,13 @@ class Chat:
     # The settings that the user changed. Only these are sent to a server, which has defaults of its
     # own for the others.
     changed: set[str] = field(default_factory=set)
+    thinks: bool | None = None  # whether the model should think; None leaves that to its template
+    in_thought: bool = False  # whether the line that is being printed belongs to a thought
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """The variables of the model's chat template that the user has set."""
+        return {} if self.thinks is None else {"enable_thinking": self.thinks}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -171,7 +187,7 @@ def prompt_tokens(chat: Chat, question: str) -> list[int]:
     least_reply = length // 4  # always leave room for a reply of this length
     room = length - min(chat.sampling.max_tokens, least_reply)
     for forgotten in range(0, len(turns), 2):
-        visible = Conversation((*head, *turns[forgotten:]))
+        visible = Conversation((*head, *turns[forgotten:]), options=chat.template_options)
         tokens = tokenizer.render_prompt(visible)
         if len(tokens) <= room or forgotten == len(turns) - 1:
             break
@@ -180,12 +196,17 @@ def prompt_tokens(chat: Chat, question: str) -> list[int]:
     return tokens
 
 
-def show(piece: Part, chat: Chat, call: str) -> str:
+def show(piece: Part | Thought, chat: Chat, call: str) -> str:
     """Print a piece of a reply, and return the calculator call that is still open, or "".
 
     `call` is the call that the pieces before this one left open, or "". When its result arrives,
-    the call and the result are printed to the notes.
+    the call and the result are printed to the notes. Thoughts are printed to the notes as well.
     """
+    if isinstance(piece, Thought):
+        print(dim(harmless(piece.text), chat.notes), end="", file=chat.notes, flush=True)
+        chat.in_thought = True
+        return call
+    end_thought(chat)
     if piece.kind == "python":
         return piece.text
     if piece.kind == "text":
@@ -196,6 +217,48 @@ def show(piece: Part, chat: Chat, call: str) -> str:
     chat.out.flush()
     print(dim(calculation, chat.notes), end=end, file=chat.notes, flush=True)
     return ""
+
+
+def end_thought(chat: Chat) -> None:
+    """End the line of a thought, if one is being printed."""
+    if chat.in_thought:
+        print("\n", file=chat.notes, flush=True)
+    chat.in_thought = False
+
+
+def thoughts_apart(
+    parts: Iterable[Part],
+    thoughts: Thoughts | None,
+    last: bool = False,
+) -> Iterator[Part | Thought]:
+    """Yield the parts of a reply, with the texts that `thoughts` takes for thoughts as such.
+
+    With `last`, the reply ends with these parts.
+    """
+    if thoughts is None:
+        yield from parts
+        return
+    ending = [Part("text", "")] if last else []
+    for part in [*parts, *ending]:
+        if part.kind != "text":
+            yield part
+            continue
+        for piece in thoughts.push(part.text, last):
+            if isinstance(piece, Thought):
+                yield piece
+            elif isinstance(piece, Words):
+                yield Part("text", piece.text)
+
+
+def message_of(pieces: Iterable[Part | Thought]) -> Message | None:
+    """Return the pieces of a reply as a message, or None if the reply holds nothing but a thought."""
+    pieces = list(pieces)
+    parts = merge_texts(*(piece for piece in pieces if isinstance(piece, Part)))
+    if not parts:
+        return None
+    message = assistant(*parts)
+    thought = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+    return replace(message, fields={"reasoning_content": thought}) if thought else message
 
 
 def reply(chat: Chat, question: str) -> bool:
@@ -211,9 +274,13 @@ def reply(chat: Chat, question: str) -> bool:
     prompt = prompt_tokens(chat, question)
     sampling = replace(chat.sampling, seed=chat.sampling.seed + chat.replies)
     request_number = engine.submit(prompt, sampling)
-    stream = TextStream(chat.loaded.tokenizer)
+    tokenizer = chat.loaded.tokenizer
+    stream = TextStream(tokenizer)
+    form = form_of(prompt, NONE, tokenizer)
+    thoughts = Thoughts(form.marks, form.opened) if form.marks else None
     call = ""
     tokens: list[int] = []
+    pieces: list[Part | Thought] = []
     finish = None
     start = time.monotonic()
     with stoppable() as stopped:
@@ -223,18 +290,21 @@ def reply(chat: Chat, question: str) -> bool:
                     raise UserError(broken_model())
                 tokens.append(event.token)
                 finish = event.finish
-                for piece in stream.push(event.token):
+                for piece in thoughts_apart(stream.push(event.token), thoughts):
+                    pieces.append(piece)
                     call = show(piece, chat, call)
         engine.cancel(request_number)
-    for piece in stream.flush():
+    for piece in thoughts_apart(stream.flush(), thoughts, last=True):
+        pieces.append(piece)
         call = show(piece, chat, call)
+    end_thought(chat)
     print(file=chat.out, flush=True)
     seconds = time.monotonic() - start
-    parts = reply_parts(tokens, chat.loaded.tokenizer)
-    if parts:
-        chat.messages += [user(question), assistant(*parts)]
+    message = message_of(pieces)
+    if message:
+        chat.messages += [user(question), message]
         chat.replies += 1
-    note_ending(chat, finish, bool(parts))
+    note_ending(chat, finish, message is not None)
     chat.note(
         "speed",
         tokens=len(tokens),
@@ -262,23 +332,27 @@ def note_ending(
 def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
     """Print a reply that the server generates, and otherwise do and return what reply() does."""
     messages = [*chat.messages, user(question)]
-    settings = {"seed": chat.sampling.seed + chat.replies}
+    settings: dict[str, Any] = {"seed": chat.sampling.seed + chat.replies}
     for name, value in chat.settings.items():
         if name in chat.changed or name == "max_tokens":
             settings[name] = value
-    parts: list[Part] = []
+    if chat.template_options:
+        settings["chat_template_kwargs"] = chat.template_options
+    pieces: list[Part | Thought] = []
     call = ""
     start = time.monotonic()
     with stoppable() as stopped:
         for piece in server.reply(messages, settings, stopped):
-            parts.append(piece)
+            pieces.append(piece)
             call = show(piece, chat, call)
+    end_thought(chat)
     print(file=chat.out, flush=True)
     seconds = time.monotonic() - start
-    if parts:
-        chat.messages = [*messages, assistant(*parts)]
+    message = message_of(pieces)
+    if message:
+        chat.messages = [*messages, message]
         chat.replies += 1
-    note_ending(chat, server.finish, bool(parts))
+    note_ending(chat, server.finish, message is not None)
     chat.note("rate", tokens=server.tokens, rate=server.tokens / max(seconds, 1e-6))
     return server.finish is not None
 
@@ -399,6 +473,8 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
     )
     lang = language(cfg.lang)
     chat = Chat(None, None, sampling, lang, sys.stdout, notes)
+    if cfg.thinking != "auto":
+        chat.thinks = cfg.thinking == "on"
     if cfg.system.strip():
         chat.messages.append(system(cfg.system))
     if cfg.url:
@@ -423,6 +499,8 @@ def open_model(cfg: Config, chat: Chat) -> None:
         compute = compute_init(cfg.device_type or None)
         chosen = choose(cfg, cfg.dtype, compute, cfg.adapter)
     loaded = chosen.loaded
+    if chat.thinks is not None:
+        check_switch(loaded.tokenizer)
     chat.loaded = loaded
     chat.engine = Engine(
         loaded.model,
@@ -465,6 +543,19 @@ def open_model(cfg: Config, chat: Chat) -> None:
         chat.note("base")
     if loaded.tag == SMOKE:
         chat.note("smoke")
+
+
+def check_switch(tokenizer: Any) -> None:
+    """Raise UserError (exit code 2) if the model's chat template has no switch for thoughts."""
+    source = tokenizer.template_source if tokenizer.takes_options else None
+    if "enable_thinking" not in (source or ""):
+        raise UserError(
+            tr(
+                "--thinking needs a model whose chat template reads enable_thinking, and this one "
+                "does not: leave the flag out"
+            ),
+            exit_code=2,
+        )
 
 
 def main(cfg: Config) -> None:

@@ -82,7 +82,8 @@ class Sampling:
     logprobs: int = 0  # most likely tokens to report with every sampled token
     # Report the prompt's log-probabilities, with this many most likely tokens at each position.
     prompt_logprobs: int | None = None
-    schema: str | None = None  # JSON schema that the reply must meet, as JSON text
+    # JSON schema that the reply must meet, as JSON text, or a Lark grammar that begins with start:
+    schema: str | None = None
     adapter: str = ""  # name of the engine's adapter that answers this request; "": none
 
     def __post_init__(self) -> None:

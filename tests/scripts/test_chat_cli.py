@@ -24,6 +24,8 @@ from nanochat.engine import Engine
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.serve.cli.terminal import harmless
+from nanochat.serve.routes.formats.pieces import Thought
+from nanochat.serve.routes.formats.thoughts import Marks, Thoughts
 from scripts import chat_cli
 from scripts.chat_cli import TEXTS, Chat, Config
 from tests.support.qwens import write_folder
@@ -217,6 +219,37 @@ def test_ctrl_c_stops_the_reply_only_and_keeps_what_was_said(monkeypatch):
     assert chat_cli.reply(chat, "the cat")
 
 
+@pytest.mark.parametrize("opened", [True, False])
+def test_thoughts_are_notes_and_part_of_the_message_without_their_marks(monkeypatch, opened):
+    chat, out, notes = open_chat(monkeypatch)
+    thoughts = Thoughts(Marks("<think>", "</think>"), opened)
+    texts = ["" if opened else "<think>\n", "I a", "dd.</thi", "nk>\n\nTw", "o"]
+    pieces = []
+    for i, text in enumerate(texts):
+        for piece in chat_cli.thoughts_apart([Part("text", text)], thoughts, last=i == 4):
+            pieces.append(piece)
+            chat_cli.show(piece, chat, "")
+    assert out.getvalue() == "Two"
+    assert notes.getvalue().endswith("I add.\n\n")
+    message = chat_cli.message_of(pieces)
+    assert message == replace(assistant("Two"), fields={"reasoning_content": "I add."})
+    assert chat_cli.message_of([Thought("cut off")]) is None
+
+
+@pytest.mark.parametrize(("flag", "text"), [("auto", "none"), ("on", "True"), ("off", "False")])
+def test_the_switch_of_a_template_is_set_and_a_template_without_one_refuses(flag, text, tmp_path):
+    folder = write_folder(tmp_path, "qwen3")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}[{{ enable_thinking | default('none') }}]"
+    (folder / "chat_template.jinja").write_text(template)
+    chat = chat_cli.open_chat(Config(model=folder, thinking=flag), io.StringIO())
+    prompt = chat_cli.prompt_tokens(chat, "why")
+    assert chat.loaded.tokenizer.decode(prompt) == f"why[{text}]"
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    if flag != "auto":
+        with pytest.raises(UserError, match="--thinking"):
+            chat_cli.open_chat(Config(model=folder, thinking=flag), io.StringIO())
+
+
 # --- commands ------------------------------------------------------------------------------------
 
 
@@ -267,12 +300,14 @@ def test_new_keeps_the_instructions_and_system_replaces_them(monkeypatch):
 def test_a_saved_chat_is_loaded_as_it_was(monkeypatch, tmp_path):
     chat, _, _ = open_chat(monkeypatch, system="be brief")
     call = (Part("python", "1+1"), Part("python_output", "2"))
-    chat.messages += [user("1+1 等于几？"), assistant("It is ", *call, "2.")]
+    answer = replace(assistant("It is ", *call, "2."), fields={"reasoning_content": "I add."})
+    chat.messages += [user("1+1 等于几？"), answer]
     messages, path = list(chat.messages), tmp_path / "a chat.json"
     chat_cli.command(chat, f"/save {path}")
     chat_cli.command(chat, "/new")
     chat_cli.command(chat, f"/load {path}")
     assert chat.messages == messages
+    assert [message.fields for message in chat.messages] == [message.fields for message in messages]
     assert "1+1 等于几？" in path.read_text(encoding="utf-8")
 
 

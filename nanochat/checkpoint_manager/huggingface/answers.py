@@ -18,6 +18,8 @@ OPEN_MARK, CLOSE_MARK = "\ue002", "\ue001"
 # The names under which templates look for the reasoning of the assistant.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _MARK = re.compile(f"{OPEN_MARK}(\\d+){CLOSE_MARK}")
+# The marks around thoughts, of families of models.
+THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 # One call of a function, for a question to a template.
 PROBE_TOOL = {"type": "function", "function": {"name": "a_tool", "parameters": {"type": "object"}}}
 
@@ -146,3 +148,12 @@ def _start(
     while length < most and text[position + length] == opening[length]:
         length += 1
     return position + length
+
+
+def with_ends(text: str, begin: str, end: str) -> str:
+    """Return the assistant's words between two marks.
+
+    Templates may leave out the thoughts in <think> tags, or rewrite them. So `begin` is put
+    wherever the part that a template keeps can begin, and the first one that is kept counts.
+    """
+    return f"{_with_marks(text, begin) or begin}{end}"

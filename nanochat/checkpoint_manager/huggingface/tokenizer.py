@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -114,6 +114,7 @@ class FolderTokenizer:
     """
 
     marks_begin = False  # a conversation begins with its template's first token
+    takes_options = True  # chat templates have variables
     border: int | None = None  # a conversation that is too long keeps its beginning
 
     def __init__(self, folder: Path, vocab_size: int):
@@ -338,6 +339,28 @@ class FolderTokenizer:
     @cached_property
     def takes_calls(self) -> bool:
         """Whether the chat template writes calls of functions and their results."""
+        return "a_tool" in self._written_call and "a_result" in self._written_call
+
+    @cached_property
+    def call_format(self) -> Literal["json", "xml"] | None:
+        """How the chat template writes calls, if that is a form that the server reads.
+
+        "json" is <tool_call>{"name": ..., "arguments": ...}</tool_call>, and "xml" is
+        <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>.
+        """
+        if not self.takes_tools or not self.takes_calls or "<tool_call>" not in self._written_call:
+            return None
+        return "xml" if "<function=a_tool>" in self._written_call else "json"
+
+    @cached_property
+    def thought_marks(self) -> tuple[str, str] | None:
+        """The marks around the thoughts of the model, or None if its template knows none."""
+        source = self.template_source or ""
+        return next((marks for marks in answers.THOUGHT_MARKS if marks[1] in source), None)
+
+    @cached_property
+    def _written_call(self) -> str:
+        """What the chat template writes for a call and its result; empty if it refuses them."""
         call = {"type": "function", "function": {"name": "a_tool", "arguments": {}}}
         messages = [
             _message("user", "Q"),
@@ -345,10 +368,9 @@ class FolderTokenizer:
             _message("tool", "a_result"),
         ]
         try:
-            text = self._text(messages, reply=True)
+            return self._text(messages, reply=True)
         except UserError:
-            return False
-        return "a_tool" in text and "a_result" in text
+            return ""
 
     @cached_property
     def takes_reasoning(self) -> bool:
@@ -540,7 +562,7 @@ class FolderTokenizer:
             text = self._safe(message.text)
             is_reply = message.role == "assistant"
             if is_reply and message.trained and number >= conversation.prompt_turns:
-                text = _marked(text)
+                text = answers.with_ends(text, BEGIN, END)
                 has_trained_turn = True
             messages.append(_message(message.role, text))
         ids: list[int] = []
@@ -658,7 +680,7 @@ class FolderTokenizer:
             text = self._text(probes, reply=True)
             if any(probe["content"] not in text for probe in probes):
                 return None
-            return self._prompt(conversation.messages)
+            return self._prompt(conversation.messages, conversation.options)
         except UserError:
             return None
 
@@ -673,16 +695,3 @@ class FolderTokenizer:
         for piece, is_mark in self._pieces(self._text(messages, reply=True, **variables)):
             ids += self._piece_tokens(piece, is_mark)
         return ids
-
-
-def _marked(text: str) -> str:
-    """Return the assistant's words between BEGIN and END.
-
-    Templates may leave out the thoughts in <think> tags, or rewrite them. So BEGIN is put wherever
-    the part that a template keeps can begin, and the first BEGIN that is kept counts.
-    """
-    before, thinks, after = text.strip().partition("</think>")
-    if thinks:
-        thought = before.removeprefix("<think>").strip("\n")
-        return f"{BEGIN}<think>\n{BEGIN}{thought}\n</think>\n\n{BEGIN}{after.lstrip()}{END}"
-    return f"{BEGIN}{text.strip()}{END}"

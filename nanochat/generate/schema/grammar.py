@@ -6,6 +6,7 @@ The automaton is llguidance's, which is imported when the first schema arrives.
 import hashlib
 import itertools
 import json
+import re
 import threading
 import time
 from typing import Any
@@ -230,7 +231,10 @@ class Schemas:
             ends = sorted(self._tokenizer.stops)
             self._vocabulary = llguidance.LLTokenizer(wrapper, eos_token=ends)
         try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=OVERRIDES)
+            if _is_lark(text):
+                grammar = llguidance.LLMatcher.grammar_from_lark(text)
+            else:
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=OVERRIDES)
         except ValueError as failure:
             raise UserError(
                 f"the JSON schema cannot be used: {_first_line(failure)}. Correct the schema"
@@ -256,6 +260,10 @@ class Schemas:
             raise UserError(
                 f"a JSON schema has at most {MOST_BYTES:,} bytes, got {size:,}: shorten the schema"
             )
+        if _is_lark(schema):
+            schemas = [json.loads(text) for text in re.findall(r"%json (\{.*)$", schema, re.M)]
+            self._trial.check({"anyOf": schemas}, schema)
+            return schema
         try:
             content = json.loads(schema)
             if not isinstance(content, dict):
@@ -289,6 +297,11 @@ class _Vocabulary:
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
+
+
+def _is_lark(schema: str) -> bool:
+    """Return whether a schema is a grammar of the server's own, in llguidance's dialect of Lark."""
+    return schema.startswith("start:")
 
 
 def _digest(schema: str) -> bytes:

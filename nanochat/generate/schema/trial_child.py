@@ -32,7 +32,10 @@ def begin(overrides: Any) -> Callable[[str], str]:
 
     def answer(schema: str) -> str:
         try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+            if schema.startswith("start:"):  # see grammar.py
+                grammar = llguidance.LLMatcher.grammar_from_lark(schema)
+            else:
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
         except ValueError:
             return "refused"  # the parent will find the reason
         llguidance.LLMatcher(vocabulary, grammar, log_level=0).compute_bitmask()

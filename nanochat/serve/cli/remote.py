@@ -18,6 +18,7 @@ from requests.auth import AuthBase, HTTPBasicAuth
 from nanochat.common import UserError, parse_json, tr
 from nanochat.data.conversation import Message, Part
 from nanochat.data.sources import net
+from nanochat.serve.routes.formats.pieces import Thought
 
 CONNECT_SECONDS = 10
 READ_SECONDS = 600  # a busy server may take minutes to its first token
@@ -105,8 +106,8 @@ class Remote:
         messages: Sequence[Message],
         settings: dict[str, Any],
         stopped: Callable[[], bool],
-    ) -> Iterator[Part]:
-        """Yield the parts of a reply as they arrive, until it ends or `stopped` returns true.
+    ) -> Iterator[Part | Thought]:
+        """Yield the parts and thoughts of a reply as they arrive, until it ends or `stopped` returns true.
 
         Raises UserError if the server does not answer, refuses the request, or fails later.
         """
@@ -155,12 +156,18 @@ class Remote:
         if self._ours:
             body["truncation"] = "auto"
         body["messages"] = [
-            {"role": message.role, "content": _text(message)} for message in messages
+            {"role": message.role, "content": _text(message), **self._thought(message)}
+            for message in messages
         ]
         return body
 
-    def _parts(self, data: bytes) -> Iterator[Part]:
-        """Yield the parts of the reply that an event holds, and update `finish` and `tokens`.
+    def _thought(self, message: Message) -> dict[str, str]:
+        """Return the thought of a message for our own server, whose template drops it or not."""
+        thought = message.fields.get("reasoning_content")
+        return {"reasoning_content": thought} if thought and self._ours else {}
+
+    def _parts(self, data: bytes) -> Iterator[Part | Thought]:
+        """Yield the parts and thoughts that an event holds, and update `finish` and `tokens`.
 
         Raises UserError if the event is an error, or not a chat completion.
         """
@@ -184,6 +191,10 @@ class Remote:
                 if call:
                     yield Part("python", _text_in(call, "expression"))
                     yield Part("python_output", _text_in(call, "result"))
+                # Servers differ in the name, and some send an object under the second one.
+                thought = delta.get("reasoning_content") or delta.get("reasoning")
+                if isinstance(thought, str) and thought:
+                    yield Thought(thought)
                 text = _text_in(delta, "content")
                 if text:
                     yield Part("text", text)

@@ -18,8 +18,8 @@ def instructions(messages: list[Message]) -> list[Message]:
 def write_transcript(path: Path, messages: list[Message]) -> None:
     """Write a chat to a JSON file.
 
-    The file holds the role and the text of every message, and also the parts of replies with
-    calculator calls. Raises UserError if the file cannot be written.
+    The file holds the role and the text of every message, and also the thoughts of replies and the
+    parts of replies with calculator calls. Raises UserError if the file cannot be written.
     """
     items = []
     for message in messages:
@@ -29,6 +29,9 @@ def write_transcript(path: Path, messages: list[Message]) -> None:
             item["parts"] = [
                 {"kind": part.kind, "text": replace_surrogates(part.text)} for part in message.parts
             ]
+        thought = message.fields.get("reasoning_content")
+        if thought:
+            item["reasoning_content"] = replace_surrogates(thought)
         items.append(item)
     try:
         write_json(path, {"format": FORMAT, "version": 1, "messages": items})
@@ -94,4 +97,6 @@ def _read_message(item: dict[str, Any]) -> Message:
         raise ValueError(item["role"])
     if any(part.kind not in ("text", "python", "python_output") for part in parts):
         raise ValueError(item["role"])
-    return Message(item["role"], parts)
+    thought = item.get("reasoning_content")
+    fields = {"reasoning_content": replace_surrogates(thought)} if thought else {}
+    return Message(item["role"], parts, fields=fields)

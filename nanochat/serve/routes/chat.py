@@ -1,16 +1,15 @@
 """Answers POST /v1/chat/completions: reads chats and writes replies in OpenAI's format."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from nanochat.data.conversation import Conversation, Part
+from nanochat.data.conversation import Conversation
 from nanochat.generate.reply import Event
 from nanochat.serve.routes.answers import (
     DONE,
     Choice,
-    Reply,
     TokenScore,
     Work,
     count_usage,
@@ -18,6 +17,7 @@ from nanochat.serve.routes.answers import (
     finite,
     spelling,
 )
+from nanochat.serve.routes.constraints import constrained
 from nanochat.serve.routes.fields import (
     READ,
     VLLM_NEUTRAL,
@@ -30,10 +30,18 @@ from nanochat.serve.routes.fields import (
     flag,
     invalid,
     read_fields,
-    read_format,
     read_settings,
     truncates,
     upper_bound,
+)
+from nanochat.serve.routes.fitted import OPTIONS, fitted, read_max_thought, read_options
+from nanochat.serve.routes.formats.pieces import (
+    Arguments,
+    Calculation,
+    Call,
+    Piece,
+    Thought,
+    add_piece,
 )
 from nanochat.serve.routes.messages import (
     continues,
@@ -41,6 +49,7 @@ from nanochat.serve.routes.messages import (
     read_conversation,
     without_beginning,
 )
+from nanochat.serve.routes.reply import Form, Reply, form_of
 from nanochat.serve.routes.tools import Tools, read_tools
 from nanochat.tokenizer import Tokenizer
 
@@ -56,6 +65,7 @@ FIELDS = READ | {
     "parallel_tool_calls",
     "continue_final_message",
     "add_generation_prompt",
+    *OPTIONS,
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
@@ -72,6 +82,8 @@ class ChatRequest:
     truncate: bool  # drop the oldest exchanges if the whole chat does not fit
     logprobs: bool
     tools: Tools
+    options: Mapping[str, Any]  # variables of the chat template
+    max_thought: int | None  # tokens
     continued: bool = False  # whether the last message is the beginning of the reply
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
@@ -81,7 +93,7 @@ class ChatRequest:
         if the answer would list too many log-probabilities.
         """
         settings = self.settings
-        chat = self.conversation
+        chat = fitted(self.conversation, self.tools, self.options, tokenizer)
         reply_start: list[int] = []
         if self.continued:
             chat, reply_start = without_beginning(chat, tokenizer)
@@ -93,8 +105,14 @@ class ChatRequest:
             limits.context,
             begun=len(reply_start),
         )
+        form = form_of(prompt, self.tools, tokenizer)
+        if form.opened and reply_start:  # the answer is continued, not the thought
+            reply_start = [*form.closing(tokenizer), *reply_start]
+        if reply_start:
+            form = replace(form, opened=False, closed=True)
         prompt = [*prompt, *reply_start]
         requests = settings.requests(prompt, limits.context)
+        requests = constrained(requests, form, self.max_thought)
         scores = 0
         if self.logprobs:
             tokens = sum(sampling.max_tokens for _, sampling in requests)
@@ -104,7 +122,7 @@ class ChatRequest:
         def writer(number: str) -> ChatWriter:
             created = int(time.time())
             envelope = Envelope(f"chatcmpl-{number}", created, limits.model, dropped)
-            return ChatWriter(envelope, self, len(prompt), tokenizer)
+            return ChatWriter(envelope, self, len(prompt), tokenizer, form)
 
         return Work(requests, writer, scores, self.tools.headers)
 
@@ -123,10 +141,7 @@ def read_chat(
     top_logprobs = alternatives(fields, "top_logprobs")
     if top_logprobs and not logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    flag(fields, "parallel_tool_calls")
     tools = read_tools(fields)
-    # A reply that must be a call is no text, and response_format is about texts.
-    schema = tools.schema or read_format(fields.get("response_format"), "response_format")
     length_field = "max_tokens"
     if "max_completion_tokens" in fields:
         length_field = "max_completion_tokens"
@@ -136,17 +151,18 @@ def read_chat(
         limits,
         defaults,
         max_tokens,
-        schema=schema,
         logprobs=top_logprobs or 0,
     )
     continued = continues(fields)
-    conversation = read_conversation(fields.get("messages"), tools.instructions, continued)
+    conversation = read_conversation(fields.get("messages"), continued)
     return ChatRequest(
         conversation,
         settings,
         truncates(fields),
         logprobs,
         tools,
+        read_options(fields),
+        read_max_thought(fields, limits),
         continued,
     )
 
@@ -196,6 +212,7 @@ class ChatWriter:
         request: ChatRequest,
         prompt_length: int,
         tokenizer: Tokenizer,
+        form: Form,
     ):
         self._envelope = envelope
         self._request = request
@@ -205,7 +222,8 @@ class ChatWriter:
         self._choices = [
             Choice(tokenizer, "text" if request.logprobs else None) for _ in range(count)
         ]
-        self._replies = [Reply(request.tools) for _ in range(count)]
+        self._replies = [Reply(form) for _ in range(count)]
+        self._sent_calls = [0] * count
         self._scores: list[list[dict[str, Any]]] = [[] for _ in range(count)]
         self.stream = request.settings.stream
 
@@ -213,7 +231,8 @@ class ChatWriter:
     def usage(self) -> dict[str, Any]:
         """The token counts so far; the prompt counts once, however many replies there are."""
         tokens = sum(choice.tokens for choice in self._choices)
-        return count_usage(self._prompt_length, tokens, self._choices[0].reused)
+        thoughts = sum(reply.thought_tokens for reply in self._replies)
+        return count_usage(self._prompt_length, tokens, self._choices[0].reused, thoughts)
 
     def opening(self) -> bytes:
         """Return the first chunk of each reply, which holds its role."""
@@ -222,20 +241,51 @@ class ChatWriter:
 
     def add(self, news: Sequence[tuple[int, Event]]) -> bytes:
         """Process events, each with its reply's index, and return the chunks to stream."""
-        parts_by_reply: dict[int, list[Part]] = {}
+        pieces_by_reply: dict[int, list[Piece]] = {}
         for index, token_event in news:
             parts = self._choices[index].add(token_event)
-            parts_by_reply.setdefault(index, []).extend(parts)
+            pieces = pieces_by_reply.setdefault(index, [])
+            for piece in self._replies[index].add(parts, last=token_event.finish is not None):
+                add_piece(pieces, piece)
         sent = b""
-        for index, parts in parts_by_reply.items():
-            deltas = self._replies[index].add(parts)
-            if self._choices[index].finish:
-                deltas += self._replies[index].end()
+        for index, pieces in pieces_by_reply.items():
+            deltas = self._deltas(index, pieces)
             scores = [self._score(score) for score in self._choices[index].scores()]
             self._scores[index] += scores
             if self.stream:
                 sent += self._chunks(index, deltas, scores)
         return sent
+
+    def _deltas(self, index: int, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """Return pieces of a reply as deltas.
+
+        Beside OpenAI's, there are `reasoning_content` and `reasoning`, the two names that clients
+        read thoughts under, and `tool`, a calculation. A call is one delta with the arguments that
+        come with its beginning.
+        """
+        deltas: list[dict[str, Any]] = []
+        for piece in pieces:
+            if isinstance(piece, Thought):
+                deltas.append({"reasoning_content": piece.text, "reasoning": piece.text})
+            elif isinstance(piece, Calculation):
+                calculation = {"expression": piece.expression, "result": piece.result}
+                deltas.append({"tool": calculation})
+            elif isinstance(piece, Call):
+                self._sent_calls[index] += 1
+                function = {"name": piece.name, "arguments": ""}
+                call = {"id": piece.id, "type": "function", "function": function}
+                deltas.append({"tool_calls": [{"index": self._sent_calls[index] - 1, **call}]})
+            elif isinstance(piece, Arguments):
+                last = deltas[-1] if deltas else {}
+                if "tool_calls" in last:
+                    last["tool_calls"][0]["function"]["arguments"] += piece.text
+                else:
+                    call = {"index": self._sent_calls[index] - 1}
+                    function = {"arguments": piece.text}
+                    deltas.append({"tool_calls": [{**call, "function": function}]})
+            else:
+                deltas.append({"content": piece.text})
+        return deltas
 
     def closing(self) -> bytes:
         """Return the end of the stream: a chunk with the usage, if wanted, and [DONE]."""
@@ -267,7 +317,7 @@ class ChatWriter:
     def _finish_reason(self, index: int) -> str | None:
         """Return OpenAI's word for why a reply ended, or None if it has not ended."""
         finish = self._choices[index].finish
-        if finish == "stop" and self._replies[index].tool_calls:
+        if finish == "stop" and self._replies[index].calls:
             return "tool_calls"
         return finish
 

@@ -1,25 +1,23 @@
-"""Handles a client's tools: tells the model about them, and returns its calls to the client.
+"""Reads a client's tools, which of them a reply must call, and the calls of earlier replies.
 
-Models write calls as Qwen models do, <tool_call>{"name": ..., "arguments": {...}}</tool_call>. If
-the client demands a call, a JSON schema limits the whole reply to one call. Our own calculator has
-its own special tokens, and is not handled here.
+A template with a section for tools gets them there. For any other model, the instructions here tell
+it to write calls as Qwen models do. Our own calculator has its own special tokens, and is not
+handled here.
 """
 
 import json
 import re
-import secrets
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nanochat.serve.routes.fields import invalid, kind, schema_text
+from nanochat.serve.routes.fields import flag, invalid, kind, schema_text
+from nanochat.serve.routes.formats import json_calls
 
-MOST_TOOLS = 64
+MOST_TOOLS = 128  # as many as OpenAI takes
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 TYPE = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-OPEN = "<tool_call>"
-CLOSE = "</tool_call>"
 INSTRUCTIONS = (
     "You may call functions to answer. Their signatures are in <tools></tools>:\n"
     "<tools>\n{tools}\n</tools>\n"
@@ -32,15 +30,26 @@ INSTRUCTIONS = (
 class Tools:
     """The functions that a client offers."""
 
-    parameters: Mapping[str, Any]  # name -> JSON schema of the arguments
-    instructions: str  # what the model reads about the functions; empty if it may not call any
-    forced: tuple[str, ...]  # the reply must call one of these; empty if no call is required
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # schemas of arguments, by name
+    definitions: tuple[dict[str, Any], ...] = ()  # of functions that may be called, as OpenAI's
+    forced: tuple[str, ...] = ()  # the reply must call one of these; empty if no call is required
+    parallel: bool | None = None  # whether a reply may have several calls; None: not said
     # The types of the client's other tools, such as web_search, which this server does not have.
     skipped: tuple[str, ...] = ()
 
     @property
+    def instructions(self) -> str:
+        """What a model reads whose template has no place for tools; empty without functions."""
+        if not self.definitions:
+            return ""
+        lines = [json.dumps(tool, ensure_ascii=False) for tool in self.definitions]
+        return INSTRUCTIONS.format(
+            tools="\n".join(lines), open=json_calls.OPEN, close=json_calls.CLOSE
+        )
+
+    @property
     def schema(self) -> str | None:
-        """The JSON schema (as text) of a reply that must be a call; None if it need not be one."""
+        """The JSON schema (as text) of a call that a reply must have; None if it need not."""
         if not self.forced:
             return None
         argument_schemas = _standalone({name: self.parameters[name] for name in self.forced})
@@ -61,7 +70,7 @@ class Tools:
         return {"X-Skipped-Tools": ", ".join(self.skipped)} if self.skipped else {}
 
 
-NONE = Tools({}, "", ())
+NONE = Tools()
 
 
 def _standalone(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -109,7 +118,10 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
     for function in functions:
         parameters[function["name"]] = function.get("parameters", {"type": "object"})
     choice = fields.get("tool_choice", "auto" if functions else "none")
-    no_tools = Tools({}, "", (), tuple(dict.fromkeys(skipped)))
+    parallel = None
+    if fields.get("parallel_tool_calls") is not None:
+        parallel = flag(fields, "parallel_tool_calls")
+    no_tools = Tools(parallel=parallel, skipped=tuple(dict.fromkeys(skipped)))
     if choice == "none" or (choice == "auto" and not functions):
         return no_tools
     forced, callable_names = _chosen(choice, parameters)
@@ -118,17 +130,15 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
             "tool_choice needs tools: send a list of functions, or leave tool_choice out",
             "tool_choice",
         )
-    lines = []
-    for function in functions:
-        if function["name"] not in callable_names:
-            continue
-        tool = {"type": "function", "function": function}
-        lines.append(json.dumps(tool, ensure_ascii=False))
-    instructions = INSTRUCTIONS.format(tools="\n".join(lines), open=OPEN, close=CLOSE)
+    definitions = [
+        {"type": "function", "function": function}
+        for function in functions
+        if function["name"] in callable_names
+    ]
     return replace(
         no_tools,
         parameters={name: parameters[name] for name in callable_names},
-        instructions=instructions,
+        definitions=tuple(definitions),
         forced=forced,
     )
 
@@ -222,15 +232,15 @@ def _function(item: dict[str, Any], name: str) -> dict[str, Any]:
 # --- messages of earlier turns -------------------------------------------------------------------
 
 
-def written_calls(calls: Any, name: str) -> str:
-    """Return the tool calls of an assistant message as text in the form that models write.
+def read_calls(calls: Any, name: str) -> list[dict[str, Any]]:
+    """Return the tool calls of an assistant message, with the arguments decoded.
 
-    Raises ApiError (400) if `calls` is not a list of calls whose names and arguments are texts. The
-    arguments need not be valid JSON.
+    Arguments that are no JSON object stay a text. Raises ApiError (400) if `calls` is not a list of
+    calls whose names and arguments are texts.
     """
     if not isinstance(calls, list):
         raise invalid(f"{name} must be a list of calls, got {kind(calls)}", name)
-    texts = []
+    read = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         fields = function if isinstance(function, dict) else {}
@@ -239,83 +249,14 @@ def written_calls(calls: Any, name: str) -> str:
         if not isinstance(function_name, str) or not isinstance(arguments, str):
             form = "{id, type: function, function: {name, arguments}}"
             raise invalid(f"{name}[{i}] must be a call: {form}", f"{name}[{i}]")
-        text = f'{{"name": {json.dumps(function_name)}, "arguments": {arguments}}}'
-        texts.append(f"{OPEN}{text}{CLOSE}")
-    return "".join(texts)
-
-
-def written_result(text: str) -> str:
-    """Return the result of a tool call in the form that models read."""
-    return f"<tool_response>{text}</tool_response>"
-
-
-# --- calls in a reply ----------------------------------------------------------------------------
-
-
-class CallText:
-    """Separates tool calls from the text of a reply as it streams.
-
-    Text that may belong to a call is held back.
-    """
-
-    def __init__(self, tools: Tools):
-        self._tools = tools
-        self._withheld = ""
-        self.calls = 0
-
-    def push(self, text: str, last: bool = False) -> list[str | dict[str, Any]]:
-        """Add text, and return the texts to show and the calls (in OpenAI's format), in order.
-
-        `last` is true if the reply ends with this text.
-        """
-        self._withheld += text
-        if self._tools.forced:
-            return [self._call(self._withheld) or self._withheld] if last else []
-        items: list[str | dict[str, Any]] = []
-        start = self._withheld.find(OPEN)
-        while start >= 0:
-            end = self._withheld.find(CLOSE, start)
-            if end < 0:
-                break
-            content = self._withheld[start + len(OPEN) : end]
-            items.append(self._withheld[:start])
-            items.append(self._call(content) or f"{OPEN}{content}{CLOSE}")
-            self._withheld = self._withheld[end + len(CLOSE) :]
-            start = self._withheld.find(OPEN)
-        shown_length = len(self._withheld)
-        if not last:
-            shown_length -= self._open_beginning(start)
-        items.append(self._withheld[:shown_length])
-        self._withheld = self._withheld[shown_length:]
-        return [item for item in items if item]
-
-    def _open_beginning(self, start: int) -> int:
-        """Return how many characters at the end of the withheld text may belong to a call.
-
-        `start` is the index of an opening tag without a closing one, or -1.
-        """
-        if start >= 0:
-            return len(self._withheld) - start
-        longest = min(len(OPEN) - 1, len(self._withheld))
-        for length in range(longest, 0, -1):
-            if OPEN.startswith(self._withheld[-length:]):
-                return length
-        return 0
-
-    def _call(self, text: str) -> dict[str, Any] | None:
-        """Count the call in `text` and return it in OpenAI's format, or return None if invalid."""
-        try:
-            call = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(call, dict):
-            return None
-        name = call.get("name")
-        arguments = call.get("arguments")
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            return None
-        if name not in self._tools.parameters:
-            return None
-        self.calls += 1
-        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+        decoded = json_calls.decoded(arguments)
+        if not decoded and arguments.strip() != "{}":
+            decoded = arguments
+        read_call = {
+            "type": "function",
+            "function": {"name": function_name, "arguments": decoded},
+        }
+        if isinstance(call.get("id"), str):
+            read_call["id"] = call["id"]
+        read.append(read_call)
+    return read

@@ -91,7 +91,7 @@ export async function promptOf(messages, model) {
 }
 
 /**
- * Streams an answer. Yields {text}, {tool: {expression, result}} {tokens, used} and {scores} as they arrive, and
+ * Streams an answer. Yields {thought}, {text}, {tool: {expression, result}}, {tokens, used} and {scores} as they arrive, and
  * {finish} at the end; `used` counts the tokens of prompt and answer together, and scores are the API's logprobs. If the oldest messages did not fit into the model's
  * context, {forgotten} comes first with their number. To stop the answer, abort the signal: that closes the connection,
  * and the server stops computing. `settings` are the API's fields, such as max_tokens; the server knows the defaults.
@@ -117,6 +117,7 @@ export async function* answer(messages, settings, signal) {
       }
       const choice = chunk.choices[0];
       if (choice?.logprobs?.content) yield { scores: choice.logprobs.content };
+      if (choice?.delta.reasoning_content) yield { thought: choice.delta.reasoning_content };
       if (choice?.delta.content) yield { text: choice.delta.content };
       if (choice?.delta.tool) yield { tool: choice.delta.tool };
       if (choice?.finish_reason) {

@@ -21,7 +21,7 @@ from nanochat.serve.cli import terminal
 from nanochat.serve.cli.remote import Remote
 from scripts import chat_cli
 from scripts.chat_cli import Chat, Config
-from tests.support.fake_engine import SETTINGS, FakeEngine, running
+from tests.support.fake_engine import SETTINGS, ByteTokenizer, FakeEngine, running
 
 REPLIES = {"sum": ["37 × 48 = ", Part("python", "37*48"), Part("python_output", "1776"), "1776"], "hello": ["你好"]}
 KEY = "sk-1"
@@ -49,6 +49,20 @@ def test_reply_comes_in_parts_with_its_end_and_length(url):
     assert [part for part in parts if part.kind != "text"] == [Part("python", "37*48"), Part("python_output", "1776")]
     assert (remote.finish, remote.tokens > 0, remote.model) == ("stop", True, "nanochat-sft-d4")
     assert Remote(url + "/v1", KEY).url == remote.url == url + "/v1"
+
+
+def test_thoughts_come_apart_and_go_back_with_the_chat():
+    reply = {"why": ["<think>\nBecause.\n</think>\n\nSo."]}
+    engine = FakeEngine(reply, tokenizer=ByteTokenizer(thought_marks=("<think>", "</think>")))
+    with running(engine) as url:
+        out = io.StringIO()
+        chat = Chat(None, None, chat_cli.Sampling(), "en", out, io.StringIO(), server=Remote(url, ""), thinks=False)
+        assert chat_cli.reply(chat, "why")
+        assert out.getvalue() == "So.\n"
+        assert chat.messages[-1].fields == {"reasoning_content": "Because."}
+        body = chat.server._body(chat.messages, {})
+        assert body["messages"][-1] == {"role": "assistant", "content": "So.", "reasoning_content": "Because."}
+        assert chat_cli.reply(chat, "next")
 
 
 def test_stop_frees_the_servers_slot(url, engine):

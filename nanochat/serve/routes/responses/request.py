@@ -1,12 +1,13 @@
 """Reads POST /v1/responses: checks a request, which may continue a stored response."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nanochat.data.conversation import Conversation, Message
 from nanochat.serve.routes.answers import Work
+from nanochat.serve.routes.constraints import constrained
 from nanochat.serve.routes.fields import (
     ApiError,
     Defaults,
@@ -22,6 +23,7 @@ from nanochat.serve.routes.fields import (
     truncates,
     upper_bound,
 )
+from nanochat.serve.routes.fitted import OPTIONS, fitted, read_max_thought, read_options, written
 from nanochat.serve.routes.messages import (
     alternating,
     as_request,
@@ -30,6 +32,7 @@ from nanochat.serve.routes.messages import (
     text_of,
     with_instructions,
 )
+from nanochat.serve.routes.reply import form_of
 from nanochat.serve.routes.responses.store import Shelf
 from nanochat.serve.routes.responses.writer import Repeated, ResponseWriter
 from nanochat.serve.routes.tools import read_tools
@@ -55,6 +58,7 @@ FIELDS = {
     "previous_response_id",
     "include",
     *IGNORED_HERE,
+    *OPTIONS,
     *SAMPLED,
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -70,6 +74,8 @@ class ResponseRequest:
     conversation: Conversation  # without the instructions, which apply to one response only
     instructions: str
     repeated: Repeated
+    options: Mapping[str, Any]  # variables of the chat template
+    max_thought: int | None  # tokens
     shelf: Shelf | None  # stores the response; None if it is not stored
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
@@ -79,7 +85,9 @@ class ResponseRequest:
         """
         settings = self.repeated.settings
         truncate = self.repeated.truncate
+        tools = self.repeated.tools
         conversation = with_instructions(self.conversation, self.instructions)
+        conversation = fitted(conversation, tools, self.options, tokenizer)
         prompt, dropped = make_prompt(
             conversation,
             settings.max_tokens,
@@ -89,29 +97,37 @@ class ResponseRequest:
             "input",
         )
 
+        form = form_of(prompt, tools, tokenizer)
+
         def store(message: dict[str, Any], body: dict[str, Any]) -> None:
             if self.shelf is not None:
-                messages = [as_request(message) for message in self._messages(dropped)]
+                # Turns are dropped as the model reads them: results may be the user's turns.
+                chat = self.conversation
+                if tokenizer.call_format is None:
+                    chat = written(chat)
+                messages = [as_request(message) for message in _without_oldest(chat, dropped)]
                 self.shelf.keep(body["id"], [*messages, message], body)
 
         def writer(number: str) -> ResponseWriter:
-            length = len(prompt)
-            return ResponseWriter(number, limits.model, self.repeated, length, tokenizer, store)
+            return ResponseWriter(
+                number, limits.model, self.repeated, len(prompt), tokenizer, form, store
+            )
 
         requests = settings.requests(prompt, limits.context)
-        return Work(requests, writer, headers=self.repeated.tools.headers)
+        requests = constrained(requests, form, self.max_thought)
+        return Work(requests, writer, headers=tools.headers)
 
-    def _messages(self, dropped: int) -> tuple[Message, ...]:
-        """Return the messages of the conversation without the `dropped` oldest turns.
 
-        This keeps a stored chat from growing without end.
-        """
-        conversation = self.conversation
-        if dropped:
-            conversation = alternating(conversation)
-        messages = conversation.messages
-        head = int(messages[0].role == "system")
-        return (*messages[:head], *messages[head + dropped :])
+def _without_oldest(conversation: Conversation, dropped: int) -> tuple[Message, ...]:
+    """Return the messages of a conversation without the `dropped` oldest turns.
+
+    This keeps a stored chat from growing without end.
+    """
+    if dropped:
+        conversation = alternating(conversation)
+    messages = conversation.messages
+    head = int(messages[0].role == "system")
+    return (*messages[:head], *messages[head + dropped :])
 
 
 def read_response(
@@ -128,18 +144,15 @@ def read_response(
     store = flag(value, "store", True)
     instructions = _text(fields, "instructions")
     previous = _text(fields, "previous_response_id")
-    flag(fields, "parallel_tool_calls")
     _check_include(fields.get("include", []))
     tools = read_tools(fields)
     max_tokens = upper_bound(fields, "max_output_tokens", limits.context)
     text_format = mapping(fields, "text").get("format")
-    # A reply that must be a call is no text, and the format is one of texts.
-    schema = tools.schema or read_format(text_format, "text.format")
+    schema = read_format(text_format, "text.format")
     sampled = {name: fields[name] for name in SAMPLED if name in fields}
     settings = read_settings(sampled, limits, defaults, max_tokens, schema=schema)
     earlier = [] if previous is None else shelf.messages(previous)
     conversation = read_input(fields.get("input"), earlier)
-    texts = [text for text in (tools.instructions, instructions) if text]
     repeated = Repeated(
         tools=tools,
         settings=settings,
@@ -149,7 +162,14 @@ def read_response(
         store=store,
         echoed={name: fields[name] for name in ECHOED if name in fields},
     )
-    return ResponseRequest(conversation, "\n\n".join(texts), repeated, shelf if store else None)
+    return ResponseRequest(
+        conversation,
+        instructions or "",
+        repeated,
+        read_options(fields),
+        read_max_thought(fields, limits),
+        shelf if store else None,
+    )
 
 
 def _text(fields: dict[str, Any], name: str) -> str | None:
@@ -199,11 +219,16 @@ def read_input(items: Any, earlier: Sequence[dict[str, Any]]) -> Conversation:
         call_ids |= {call["id"] for call in message.get("tool_calls", ())}
     messages = []
     positions = []  # in `items`, for each of the messages
+    thought = ""  # of the reply that comes next
     for i, item in enumerate(items):
         if isinstance(item, dict):
             if item.get("type") == "reasoning":
-                continue  # thoughts of an earlier reply, which no model reads again
+                thought += _thought(item)
+                continue
             item = _message(item, f"input[{i}]", call_ids)
+            if thought and item.get("role") == "assistant":
+                item = {**item, "reasoning_content": thought}
+            thought = ""
         messages.append(item)
         positions.append(i)
     try:
@@ -212,6 +237,14 @@ def read_input(items: Any, earlier: Sequence[dict[str, Any]]) -> Conversation:
         text = _renamed(str(refusal), len(earlier), positions)
         param = refusal.param and _renamed(refusal.param, len(earlier), positions)
         raise ApiError(refusal.status, refusal.code, text, param) from None
+
+
+def _thought(item: dict[str, Any]) -> str:
+    """Return the text of a reasoning item; one without its content, or of another form, has none."""
+    content = item.get("content")
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _renamed(

@@ -29,10 +29,11 @@ function readPart(part) {
   return { type: "tool", expression: text(part.expression), result: part.result === null ? null : text(part.result) };
 }
 
-/** Return the fields that only some answers have: the model's name, and the index of the answer to the left. */
-function readExtras({ model, beside }, parent, place, all) {
+/** Return the fields that only some answers have: the model's name, its thought, and the index of the answer to the left. */
+function readExtras({ model, thought, beside }, parent, place, all) {
   const read = {};
   if (model !== undefined) read.model = text(model, LONGEST_NAME);
+  if (thought !== undefined) read.thought = text(thought);
   if (beside !== undefined) {
     read.beside = count(beside, all.length - 1);
     must(beside !== place && all[beside].parent === parent && all[beside].beside === undefined);

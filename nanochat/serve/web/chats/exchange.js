@@ -67,7 +67,7 @@ function messagesOf(exchange, earlier, page) {
   const { asked, forgotten, answer: answered, by } = exchange;
   const turns = earlier.slice(forgotten).map((entry) => [
     { role: "user", content: entry.asked.text },
-    { role: "assistant", parts: entry.turn.parts },
+    { role: "assistant", parts: entry.turn.parts, reasoning_content: entry.turn.thought || undefined },
   ]);
   const system = systemMessage(by);
   const question = answered === null ? [{ role: "user", content: asked.text }] : [];
@@ -102,6 +102,7 @@ async function stream(exchange, pieces, page) {
       page.forgot(exchange);
       if (turn.asked) turn.asked.messages = without(turn.asked.messages, piece.forgotten);
     }
+    if (piece.thought) turn.addThought(piece.thought);
     if (piece.text) turn.addText(piece.text);
     if (piece.tool) turn.addTool(piece.tool);
     if (piece.tokens) turn.count(tokens + piece.tokens, seconds + (performance.now() - start) / 1000);
@@ -139,6 +140,7 @@ export function record(chat, exchange) {
   const message = { parent: exchange.user, role: "assistant", parts, note, numbers, used, forgotten };
   message.context = by?.context_length ?? 0;
   if (turn.by) message.model = turn.by;
+  if (turn.thought) message.thought = turn.thought;
   if (exchange.answer === null) exchange.answer = add(chat, message);
   else {
     chat.messages[exchange.answer] = message;

@@ -5,7 +5,7 @@
  * milliseconds since 1970, and `at` is the last message of the branch that is shown (-1 in an empty chat). A message is
  * {parent, role: "user", text} or {parent, role: "assistant", parts, note, numbers, used, forgotten, context}; `parent`
  * is the place of the message before it, or -1. `forgotten` counts the exchanges that the model no longer saw.
- * An answer may also have `model`, the name of the model that gave it, and `beside`, the place of the other answer to its
+ * An answer may also have `thought`, `model`, the name of the model that gave it, and `beside`, the place of the other answer to its
  * question that stands to its left until the reader has continued from one of them.
  */
 export function newChat() {

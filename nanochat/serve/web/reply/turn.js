@@ -104,6 +104,7 @@ export class ModelTurn {
   constructor(scored = false) {
     this.scores = scored ? new TokenView() : null;
     this.parts = []; // in the form that the API accepts: {type: text, text} and {type: tool, expression, result}
+    this.thought = ""; // what it thought before the answer
     this.note = null; // a key in words.js
     this.numbers = null; // [tokens, seconds since the question was sent]
     this.asked = null; // {messages, model}: what it answers and which model it is of, if it was asked since the page was opened
@@ -118,10 +119,11 @@ export class ModelTurn {
   }
 
   /** The turn of an answer that has ended, from its message in tree.js. */
-  static of({ parts, note, numbers, used, model }) {
+  static of({ parts, thought, note, numbers, used, model }) {
     const turn = new ModelTurn();
     if (model) turn.name(model);
     turn.whole = true;
+    if (thought) turn.addThought(thought);
     for (const part of parts) part.type === "tool" ? turn.addTool(part) : turn.addText(part.text);
     [turn.numbers, turn.used] = [numbers, used];
     turn.end(note);
@@ -143,6 +145,24 @@ export class ModelTurn {
 
   get saidSomething() {
     return this.parts.some((part) => part.type === "tool" || part.text.trim());
+  }
+
+  /** Add to the thought, which stands folded above the answer. Its name says whether the model is still thinking. */
+  addThought(text) {
+    if (!this.thought) {
+      this.thoughtName = make("span");
+      this.thoughtText = document.createTextNode("");
+      const summary = make("summary", "", icon("thought"), this.thoughtName);
+      this.body.before(make("details", "thought", summary, make("div", "", this.thoughtText)));
+    }
+    this.thought += text;
+    this.thoughtText.appendData(text);
+    this.#nameThought();
+  }
+
+  #nameThought() {
+    const key = this.open && !this.saidSomething ? "thinking" : "thoughts";
+    if (this.thought && this.thoughtName.dataset.i18n !== key) say(this.thoughtName, key);
   }
 
   addText(text) {
@@ -167,6 +187,7 @@ export class ModelTurn {
   /** Draw what has arrived. While the answer is `open`, what has begun counts as if it ended here. */
   #draw(open) {
     if (this.whole) return; // it will be drawn once
+    this.#nameThought();
     if (this.scores) {
       this.body.classList.add("tokens");
       return; // the scores of a text come after the text

@@ -1,0 +1,138 @@
+"""Writes the grammar of a reply that must be a call, meet a schema, or end its thought in time.
+
+The text is llguidance's dialect of Lark, or a JSON schema if nothing else is asked for.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from nanochat.generate.sampling import Sampling
+from nanochat.serve.routes.fields import invalid
+from nanochat.serve.routes.formats.json_calls import CLOSE, OPEN
+from nanochat.serve.routes.formats.xml_calls import END, FUNCTION, PARAMETER
+from nanochat.serve.routes.reply import Form
+from nanochat.serve.routes.tools import Tools
+
+TEXT = r"/(.|\n)*/"
+# The white space with which models are trained to write calls.
+SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+COMPACT = {"whitespace_flexible": False}
+KEY = re.compile(r"[^<>\n]{1,200}")
+
+
+def constrained(
+    requests: list[tuple[list[int], Sampling]],
+    form: Form,
+    max_thought: int | None,
+) -> list[tuple[list[int], Sampling]]:
+    """Return engine requests whose replies keep to the grammar of their form.
+
+    `max_thought` is the most tokens of a thought, after which its closing mark follows; the reply
+    then begins with a thought. The settings may already hold the schema of the answer. Raises
+    ApiError (400) if a forced function has an argument that the model cannot write.
+    """
+    grammar = _grammar(form, requests[0][1].schema, max_thought)
+    return [(prompt, replace(sampling, schema=grammar)) for prompt, sampling in requests]
+
+
+def _grammar(form: Form, schema: str | None, max_thought: int | None) -> str | None:
+    """Return the grammar of a reply, or None if any text will do."""
+    is_free = schema is None and not form.tools.forced
+    marks = form.marks
+    if marks is None and not form.tools.forced:
+        return schema
+    if is_free and (max_thought is None or form.closed):
+        return None
+    if form.tools.forced:
+        rules = _call_rules(form.tools, form.calls == "xml")
+    elif schema is None:
+        rules = [f"answer: {TEXT}"]
+    else:
+        rules = [f"answer: {_json(json.loads(schema), COMPACT)}"]
+    if marks is None or form.closed:
+        return "\n".join(["start: answer", *rules])
+    budget = "" if max_thought is None else f", max_tokens={max_thought}"
+    rules.append(f'think: {"" if form.opened else _quoted(marks.open)} thought "\\n\\n"')
+    if max_thought == 0:
+        rules.append(f"thought: {_quoted(marks.close)}")
+    else:
+        rules.append(f"thought[suffix={_quoted(marks.close)}{budget}]: {TEXT}")
+    must_think = form.opened or max_thought is not None
+    return "\n".join([f"start: {'think' if must_think else 'think?'} answer", *rules])
+
+
+def _call_rules(tools: Tools, is_xml: bool) -> list[str]:
+    """Return the rules of an answer that is a call or, where the client allows, several."""
+    rules = [r'answer: call ("\n" call)*' if tools.parallel else "answer: call"]
+    if not is_xml:
+        schema = json.loads(tools.schema or "{}")
+        return [
+            *rules,
+            f"call: {_quoted(OPEN + chr(10))} arguments {_quoted(chr(10) + CLOSE)}",
+            f"arguments: {_json(schema, SPACED)}",
+        ]
+    names = [f"function_{number}" for number in range(len(tools.forced))]
+    tags = _quoted(f"{OPEN}\n"), _quoted(f"{END}\n{CLOSE}")
+    rules.append(f"call: {tags[0]} ({' | '.join(names)}) {tags[1]}")
+    for rule, name in zip(names, tools.forced, strict=True):
+        rules += _xml_rules(rule, name, tools.parameters[name])
+    return rules
+
+
+def _xml_rules(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
+    """Return the rules of a function's arguments, which come in the order of the schema.
+
+    Of texts, their values and lengths are held to the schema; other values are held to all of it.
+    """
+    properties = schema.get("properties")
+    required = schema.get("required")
+    required = required if isinstance(required, list) else []
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    symbols = []
+    rules = []
+    for number, (key, value) in enumerate((properties or {}).items()):
+        if not KEY.fullmatch(key):
+            text = f"the parameter {key[:80]!r} of {name} cannot be written: rename it"
+            raise invalid(text, "tools")
+        argument = f"{rule}_{number}"
+        symbols.append(argument if key in required else f"{argument}?")
+        value = value if isinstance(value, dict) else {}
+        rules += _value_rules(argument, f"{PARAMETER}{key}>\n", {**shared, **value})
+    head = _quoted(f"{FUNCTION}{name}>\n")
+    return [f"{rule}: {' '.join([head, *symbols])}", *rules]
+
+
+def _value_rules(rule: str, head: str, schema: dict[str, Any]) -> list[str]:
+    """Return the rules of one argument, whose opening tag is `head`."""
+    end = "\n</parameter>\n"
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list) and all(isinstance(value, str) for value in values):
+        choices = " | ".join(map(_quoted, values))
+        return [f"{rule}: {_quoted(head)} ({choices}) {_quoted(end)}"]
+    types = schema.get("type")
+    if types != "string" and not (isinstance(types, list) and "string" in types):
+        value = f"{rule}_value"
+        return [
+            f"{rule}: {_quoted(head)} {value} {_quoted(end)}",
+            f"{value}: {_json(schema, SPACED)}",
+        ]
+    text = TEXT
+    least, most = schema.get("minLength"), schema.get("maxLength")
+    if isinstance(least, int) or isinstance(most, int):
+        text = rf"/(.|\n){{{least or 0},{most if isinstance(most, int) else ''}}}/"
+    return [
+        f"{rule}: {_quoted(head)} {rule}_text",
+        f"{rule}_text[suffix={_quoted(end)}]: {text}",
+    ]
+
+
+def _json(schema: Mapping[str, Any], spacing: Mapping[str, Any]) -> str:
+    """Return the symbol of a JSON value, which must stand at the end of its line."""
+    return f"%json {json.dumps({**schema, 'x-guidance': spacing})}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,138 @@
+"""Replies that must be calls, or think no longer than they may: what the grammar lets a model write."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nanochat.generate.sampling import Sampling
+from nanochat.generate.schema.grammar import Schemas
+from nanochat.serve.routes.constraints import constrained
+from nanochat.serve.routes.fields import ApiError
+from nanochat.serve.routes.formats.thoughts import Marks
+from nanochat.serve.routes.reply import Form
+from nanochat.serve.routes.tools import Tools, read_tools
+from tests.support.tiny_model import tiny_tokenizer
+
+THINK = Marks("<think>", "</think>")
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "spot": {"$ref": "#/$defs/Spot"},
+        "code": {"type": "string", "maxLength": 2},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"Spot": {"type": "array", "items": {"type": "integer"}}},
+}
+
+
+def tools(**fields: Any) -> Tools:
+    functions = [{"name": "weather", "parameters": PARAMETERS}, {"name": "clock", "parameters": {"type": "object"}}]
+    offered = [{"type": "function", "function": function} for function in functions]
+    return read_tools({"tools": offered, "tool_choice": "required", **fields})
+
+
+def grammar(form: Form, schema: str | None = None, max_thought: int | None = None) -> str | None:
+    ((_, sampling),) = constrained([([1], Sampling(schema=schema))], form, max_thought)
+    return sampling.schema
+
+
+def refused_at(text: str, *asked_for: Any) -> int | None:
+    """The first token of a reply that the grammar refuses, or None if it takes the whole reply."""
+    schema = grammar(*asked_for)
+    assert schema is not None
+    tokenizer = tiny_tokenizer()
+    follows, end = Schemas(tokenizer).grammar(schema), tokenizer.special("assistant_end")
+    for number, token in enumerate((*tokenizer.encode(text), end)):
+        if not follows.allowed()[token // 8] >> token % 8 & 1:
+            return number
+        follows.accept(token)
+    return None
+
+
+def xml(name: str, **arguments: str) -> str:
+    tags = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{tags}</function>\n</tool_call>"
+
+
+def hermes(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
+
+
+BOTH = [("json", hermes), ("xml", xml)]
+
+
+@pytest.mark.parametrize(("calls", "call"), BOTH)
+def test_a_forced_call_is_one_of_the_functions_with_arguments_of_its_schema(calls: str, call: Any) -> None:
+    form = Form(tools(), calls)
+    digit, spot = ("3", "[1, 2]") if calls == "xml" else (3, [1, 2])
+    assert refused_at(call("weather", city="Paris", unit="C", days=digit, spot=spot, code="ab"), form) is None
+    assert refused_at(call("weather", city='北京\n"quoted" <b>'), form) is None
+    for wrong in ({"unit": "C"}, {"city": "a", "unit": "K"}, {"city": "a", "days": digit * 10}, {"city": "a", "spot": "x"},
+                  {"city": "a", "code": "abc"}):  # fmt: skip
+        assert refused_at(call("weather", **wrong), form) is not None, wrong
+    assert refused_at(call("clock"), form) is None
+    assert refused_at("It is late.", form) == 0
+    assert refused_at(call("other"), form) is not None
+    assert refused_at(call("clock"), Form(tools(tool_choice={"function": {"name": "weather"}}), calls)) is not None
+
+
+@pytest.mark.parametrize(("calls", "call"), BOTH)
+def test_several_calls_are_written_where_the_client_says_so(calls: str, call: Any) -> None:
+    two = f"{call('clock')}\n{call('weather', city='a')}"
+    assert refused_at(two, Form(tools(parallel_tool_calls=True), calls)) is None
+    for said in ({}, {"parallel_tool_calls": False}):
+        assert refused_at(two, Form(tools(**said), calls)) is not None
+
+
+@pytest.mark.parametrize(("calls", "call"), BOTH)
+def test_a_forced_call_follows_the_thought(calls: str, call: Any) -> None:
+    thinks = Form(tools(), calls, THINK)
+    assert refused_at(f"<think>\nhm < </th\n</think>\n\n{call('clock')}", thinks) is None
+    assert refused_at(call("clock"), thinks) is None
+    assert refused_at(f"hm</think>\n\n{call('clock')}", replace(thinks, opened=True)) is None
+    assert refused_at(call("clock"), replace(thinks, opened=True)) is not None  # still in the thought
+    assert refused_at(call("clock"), replace(thinks, closed=True)) is None
+    assert refused_at(f"<think>a</think>\n\n{call('clock')}", replace(thinks, closed=True)) is not None
+
+
+def test_a_schema_is_one_of_the_answer_and_not_of_the_thought() -> None:
+    schema = json.dumps({"enum": [5]})
+    assert grammar(Form(), schema) == schema
+    assert refused_at("hm</think>\n\n5", Form(marks=THINK, opened=True), schema) is None
+    assert refused_at("5", Form(marks=THINK), schema) is None
+    assert refused_at("5", Form(marks=THINK, closed=True), schema) is None
+    assert refused_at("6", Form(marks=THINK), schema) is not None
+
+
+def test_a_thought_is_closed_when_it_has_its_tokens() -> None:
+    opened = Form(marks=THINK, opened=True)
+    tokenizer = tiny_tokenizer()
+    thought = "one two three four five six seven eight nine"
+    length = len(tokenizer.encode(thought))
+    for form, begin in ((opened, ""), (Form(marks=THINK), "<think>")):
+        assert refused_at(f"{begin}{thought}</think>\n\nYes", form, None, 50) is None
+        refused = refused_at(f"{begin}{thought}</think>\n\nYes", form, None, 4)
+        assert refused is not None and refused - len(tokenizer.encode(begin)) in (4, 5)
+    assert length > 6
+    assert refused_at("</think>\n\nYes", opened, None, 0) is None
+    assert refused_at("a</think>\n\nYes", opened, None, 0) == 0
+    assert refused_at("<think></think>\n\nYes</think>", Form(marks=THINK), None, 0) is None
+
+
+def test_replies_that_nothing_constrains_have_no_grammar() -> None:
+    assert grammar(Form()) is grammar(Form(marks=THINK)) is grammar(Form(marks=THINK, opened=True)) is None
+    assert grammar(Form(), None, 5) is grammar(Form(marks=THINK, closed=True), None, 5) is None
+
+
+def test_an_argument_whose_name_cannot_be_written_is_refused() -> None:
+    function = {"name": "a", "parameters": {"type": "object", "properties": {"a>b": {}}}}
+    wrong = read_tools({"tools": [{"type": "function", "function": function}], "tool_choice": "required"})
+    with pytest.raises(ApiError) as caught:
+        grammar(Form(wrong, "xml"))
+    assert caught.value.param == "tools"
