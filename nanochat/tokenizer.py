@@ -91,6 +91,8 @@ class Tokenizer:
     adds_bos = True  # every plain text too
     takes_system = False  # there is no mark for system text, which goes in front of a question
     takes_tools = False
+    call_format = None  # a model writes calls of functions as the server tells it
+    thought_marks = None  # a model of ours does not think before it answers
     sampling: ClassVar[
         Mapping[str, float]
     ] = {}  # a publisher's settings for chats, if there is one

@@ -41,6 +41,8 @@ class ByteTokenizer:
 
     takes_system: bool = False
     takes_tools: bool = False
+    call_format: str | None = None
+    thought_marks: tuple[str, str] | None = None
 
     sampling: ClassVar[Mapping[str, float]] = {}
     bos = 256

@@ -18,6 +18,8 @@ OPEN_MARK, CLOSE_MARK = "\ue002", "\ue001"
 # The names under which templates look for the reasoning of the assistant.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _MARK = re.compile(f"{OPEN_MARK}(\\d+){CLOSE_MARK}")
+# The marks around thoughts, of families of models.
+THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 # One call of a function, for a question to a template.
 PROBE_TOOL = {"type": "function", "function": {"name": "a_tool", "parameters": {"type": "object"}}}
 

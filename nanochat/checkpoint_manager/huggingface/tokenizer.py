@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -338,6 +338,28 @@ class FolderTokenizer:
     @cached_property
     def takes_calls(self) -> bool:
         """Whether the chat template writes calls of functions and their results."""
+        return "a_tool" in self._written_call and "a_result" in self._written_call
+
+    @cached_property
+    def call_format(self) -> Literal["json", "xml"] | None:
+        """How the chat template writes calls, if that is a form that the server reads.
+
+        "json" is <tool_call>{"name": ..., "arguments": ...}</tool_call>, and "xml" is
+        <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>.
+        """
+        if not self.takes_tools or not self.takes_calls or "<tool_call>" not in self._written_call:
+            return None
+        return "xml" if "<function=a_tool>" in self._written_call else "json"
+
+    @cached_property
+    def thought_marks(self) -> tuple[str, str] | None:
+        """The marks around the thoughts of the model, or None if its template knows none."""
+        source = self.template_source or ""
+        return next((marks for marks in answers.THOUGHT_MARKS if marks[1] in source), None)
+
+    @cached_property
+    def _written_call(self) -> str:
+        """What the chat template writes for a call and its result; empty if it refuses them."""
         call = {"type": "function", "function": {"name": "a_tool", "arguments": {}}}
         messages = [
             _message("user", "Q"),
@@ -345,10 +367,9 @@ class FolderTokenizer:
             _message("tool", "a_result"),
         ]
         try:
-            text = self._text(messages, reply=True)
+            return self._text(messages, reply=True)
         except UserError:
-            return False
-        return "a_tool" in text and "a_result" in text
+            return ""
 
     @cached_property
     def takes_reasoning(self) -> bool:

@@ -1,14 +1,14 @@
 """Answers requests that generate text: follows growing replies, and sends the answer's bytes.
 
-Choice follows the engine's events of one reply, Reply collects its text and calls, a Writer puts
-them into the format of its route, and Answer sends them, streamed or whole. If a client leaves, its
-answer ends.
+Choice follows the engine's events of one reply, Reply (in reply.py) turns them into pieces, a Writer
+puts these into the format of its route, and Answer sends them, streamed or whole. If a client
+leaves, its answer ends.
 """
 
 import asyncio
 import codecs
 import json
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -24,7 +24,6 @@ from nanochat.generate.schema.grammar import TOO_COMPLEX
 from nanochat.serve.engine_thread import Displaced, EngineThread, Ticket
 from nanochat.serve.models import Metrics, Watch
 from nanochat.serve.routes.fields import ApiError
-from nanochat.serve.routes.tools import NONE, CallText, Tools
 from nanochat.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -117,103 +116,22 @@ class Choice:
         return scores
 
 
-class Reply:
-    """Collects the parts of a growing reply, and turns them into the deltas to send.
+def count_usage(
+    prompt: int,
+    reply: int,
+    cached: int,
+    thoughts: int = 0,
+) -> dict[str, Any]:
+    """Return a dict of token counts under OpenAI's names.
 
-    Text goes into `content`. A calculator call becomes one `tool` delta, {expression, result},
-    an extension of OpenAI's format that other clients ignore. Its `result` is null if no result
-    followed. A call of one of the client's tools goes into `tool_calls`.
+    `cached` counts reused tokens of the prompt, and `thoughts` those of the reply's thoughts.
     """
-
-    def __init__(self, tools: Tools = NONE) -> None:
-        self.tool_calls: list[dict[str, Any]] = []
-        self._calls = CallText(tools) if tools.parameters else None
-        self.parts: list[dict[str, Any]] = []
-        self._expression: str | None = None  # the calculator call that still waits for its result
-
-    @property
-    def text(self) -> str:
-        """The text so far, without calls."""
-        return "".join(part["text"] for part in self.parts if part["type"] == "text")
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The reply as a message dict, with `parts` to send back if it has calculator calls."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.text}
-        if any(part["type"] == "tool" for part in self.parts):
-            message["parts"] = self.parts
-        if self.tool_calls:
-            message |= {"tool_calls": self.tool_calls, "content": self.text or None}
-        return message
-
-    def add(self, parts: Iterable[Part]) -> list[dict[str, Any]]:
-        """Add parts of the reply, and return the deltas to send."""
-        deltas: list[dict[str, Any]] = []
-        for piece in parts:
-            if piece.kind == "python_output":
-                deltas += self._end_calculation(piece.text)
-                continue
-            deltas += self._end_calculation(None)
-            if piece.kind == "python":
-                self._expression = piece.text
-            elif self._calls:
-                self._add_items(self._calls.push(piece.text), deltas)
-            else:
-                self._add_items([piece.text], deltas)
-        return deltas
-
-    def end(self) -> list[dict[str, Any]]:
-        """End the reply, and return the deltas of everything that was held back.
-
-        Until then, a calculator call without a result is held back, and so is text that may belong
-        to a tool call.
-        """
-        deltas = self._end_calculation(None)
-        if self._calls:
-            self._add_items(self._calls.push("", last=True), deltas)
-        return deltas
-
-    def _add_items(
-        self, items: Sequence[str | dict[str, Any]], deltas: list[dict[str, Any]]
-    ) -> None:
-        """Add texts and tool calls to the reply and to `deltas`."""
-        for item in items:
-            if isinstance(item, dict):
-                call = {"index": len(self.tool_calls), **item}
-                deltas.append({"tool_calls": [call]})
-                self.tool_calls.append(item)
-                continue
-            add_text(self.parts, item)
-            if deltas and "content" in deltas[-1]:
-                deltas[-1]["content"] += item
-            else:
-                deltas.append({"content": item})
-
-    def _end_calculation(self, result: str | None) -> list[dict[str, Any]]:
-        """End the calculator call that waits for its result, if any, and return its deltas."""
-        if self._expression is None:
-            return []
-        call = {"expression": self._expression, "result": result}
-        self._expression = None
-        self.parts.append({"type": "tool", **call})
-        return [{"tool": call}]
-
-
-def add_text(parts: list[dict[str, Any]], text: str) -> None:
-    """Append text to the parts of a reply, extending the last part if that is text."""
-    if parts and parts[-1]["type"] == "text":
-        parts[-1]["text"] += text
-    else:
-        parts.append({"type": "text", "text": text})
-
-
-def count_usage(prompt: int, reply: int, cached: int) -> dict[str, Any]:
-    """Return a dict of token counts under OpenAI's names; `cached` counts reused prompt tokens."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": reply,
         "total_tokens": prompt + reply,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": thoughts},
     }
 
 

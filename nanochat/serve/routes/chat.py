@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.data.conversation import Conversation, Part
+from nanochat.data.conversation import Conversation
 from nanochat.generate.reply import Event
 from nanochat.serve.routes.answers import (
     DONE,
     Choice,
-    Reply,
     TokenScore,
     Work,
     count_usage,
@@ -35,12 +34,21 @@ from nanochat.serve.routes.fields import (
     truncates,
     upper_bound,
 )
+from nanochat.serve.routes.formats.pieces import (
+    Arguments,
+    Calculation,
+    Call,
+    Piece,
+    Thought,
+    add_piece,
+)
 from nanochat.serve.routes.messages import (
     continues,
     make_prompt,
     read_conversation,
     without_beginning,
 )
+from nanochat.serve.routes.reply import Form, Reply, form_of
 from nanochat.serve.routes.tools import Tools, read_tools
 from nanochat.tokenizer import Tokenizer
 
@@ -95,6 +103,7 @@ class ChatRequest:
         )
         prompt = [*prompt, *reply_start]
         requests = settings.requests(prompt, limits.context)
+        form = form_of(prompt, self.tools, tokenizer)
         scores = 0
         if self.logprobs:
             tokens = sum(sampling.max_tokens for _, sampling in requests)
@@ -104,7 +113,7 @@ class ChatRequest:
         def writer(number: str) -> ChatWriter:
             created = int(time.time())
             envelope = Envelope(f"chatcmpl-{number}", created, limits.model, dropped)
-            return ChatWriter(envelope, self, len(prompt), tokenizer)
+            return ChatWriter(envelope, self, len(prompt), tokenizer, form)
 
         return Work(requests, writer, scores, self.tools.headers)
 
@@ -196,6 +205,7 @@ class ChatWriter:
         request: ChatRequest,
         prompt_length: int,
         tokenizer: Tokenizer,
+        form: Form,
     ):
         self._envelope = envelope
         self._request = request
@@ -205,7 +215,8 @@ class ChatWriter:
         self._choices = [
             Choice(tokenizer, "text" if request.logprobs else None) for _ in range(count)
         ]
-        self._replies = [Reply(request.tools) for _ in range(count)]
+        self._replies = [Reply(form) for _ in range(count)]
+        self._sent_calls = [0] * count
         self._scores: list[list[dict[str, Any]]] = [[] for _ in range(count)]
         self.stream = request.settings.stream
 
@@ -213,7 +224,8 @@ class ChatWriter:
     def usage(self) -> dict[str, Any]:
         """The token counts so far; the prompt counts once, however many replies there are."""
         tokens = sum(choice.tokens for choice in self._choices)
-        return count_usage(self._prompt_length, tokens, self._choices[0].reused)
+        thoughts = sum(reply.thought_tokens for reply in self._replies)
+        return count_usage(self._prompt_length, tokens, self._choices[0].reused, thoughts)
 
     def opening(self) -> bytes:
         """Return the first chunk of each reply, which holds its role."""
@@ -222,20 +234,51 @@ class ChatWriter:
 
     def add(self, news: Sequence[tuple[int, Event]]) -> bytes:
         """Process events, each with its reply's index, and return the chunks to stream."""
-        parts_by_reply: dict[int, list[Part]] = {}
+        pieces_by_reply: dict[int, list[Piece]] = {}
         for index, token_event in news:
             parts = self._choices[index].add(token_event)
-            parts_by_reply.setdefault(index, []).extend(parts)
+            pieces = pieces_by_reply.setdefault(index, [])
+            for piece in self._replies[index].add(parts, last=token_event.finish is not None):
+                add_piece(pieces, piece)
         sent = b""
-        for index, parts in parts_by_reply.items():
-            deltas = self._replies[index].add(parts)
-            if self._choices[index].finish:
-                deltas += self._replies[index].end()
+        for index, pieces in pieces_by_reply.items():
+            deltas = self._deltas(index, pieces)
             scores = [self._score(score) for score in self._choices[index].scores()]
             self._scores[index] += scores
             if self.stream:
                 sent += self._chunks(index, deltas, scores)
         return sent
+
+    def _deltas(self, index: int, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """Return pieces of a reply as deltas.
+
+        Beside OpenAI's, there are `reasoning_content` and `reasoning`, the two names that clients
+        read thoughts under, and `tool`, a calculation. A call is one delta with the arguments that
+        come with its beginning.
+        """
+        deltas: list[dict[str, Any]] = []
+        for piece in pieces:
+            if isinstance(piece, Thought):
+                deltas.append({"reasoning_content": piece.text, "reasoning": piece.text})
+            elif isinstance(piece, Calculation):
+                calculation = {"expression": piece.expression, "result": piece.result}
+                deltas.append({"tool": calculation})
+            elif isinstance(piece, Call):
+                self._sent_calls[index] += 1
+                function = {"name": piece.name, "arguments": ""}
+                call = {"id": piece.id, "type": "function", "function": function}
+                deltas.append({"tool_calls": [{"index": self._sent_calls[index] - 1, **call}]})
+            elif isinstance(piece, Arguments):
+                last = deltas[-1] if deltas else {}
+                if "tool_calls" in last:
+                    last["tool_calls"][0]["function"]["arguments"] += piece.text
+                else:
+                    call = {"index": self._sent_calls[index] - 1}
+                    function = {"arguments": piece.text}
+                    deltas.append({"tool_calls": [{**call, "function": function}]})
+            else:
+                deltas.append({"content": piece.text})
+        return deltas
 
     def closing(self) -> bytes:
         """Return the end of the stream: a chunk with the usage, if wanted, and [DONE]."""
@@ -267,7 +310,7 @@ class ChatWriter:
     def _finish_reason(self, index: int) -> str | None:
         """Return OpenAI's word for why a reply ended, or None if it has not ended."""
         finish = self._choices[index].finish
-        if finish == "stop" and self._replies[index].tool_calls:
+        if finish == "stop" and self._replies[index].calls:
             return "tool_calls"
         return finish
 

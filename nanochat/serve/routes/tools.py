@@ -7,19 +7,17 @@ its own special tokens, and is not handled here.
 
 import json
 import re
-import secrets
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nanochat.serve.routes.fields import invalid, kind, schema_text
+from nanochat.serve.routes.formats import json_calls
 
 MOST_TOOLS = 64
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 TYPE = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-OPEN = "<tool_call>"
-CLOSE = "</tool_call>"
 INSTRUCTIONS = (
     "You may call functions to answer. Their signatures are in <tools></tools>:\n"
     "<tools>\n{tools}\n</tools>\n"
@@ -124,7 +122,9 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
             continue
         tool = {"type": "function", "function": function}
         lines.append(json.dumps(tool, ensure_ascii=False))
-    instructions = INSTRUCTIONS.format(tools="\n".join(lines), open=OPEN, close=CLOSE)
+    instructions = INSTRUCTIONS.format(
+        tools="\n".join(lines), open=json_calls.OPEN, close=json_calls.CLOSE
+    )
     return replace(
         no_tools,
         parameters={name: parameters[name] for name in callable_names},
@@ -239,83 +239,10 @@ def written_calls(calls: Any, name: str) -> str:
         if not isinstance(function_name, str) or not isinstance(arguments, str):
             form = "{id, type: function, function: {name, arguments}}"
             raise invalid(f"{name}[{i}] must be a call: {form}", f"{name}[{i}]")
-        text = f'{{"name": {json.dumps(function_name)}, "arguments": {arguments}}}'
-        texts.append(f"{OPEN}{text}{CLOSE}")
+        texts.append(json_calls.written(function_name, arguments))
     return "".join(texts)
 
 
 def written_result(text: str) -> str:
     """Return the result of a tool call in the form that models read."""
     return f"<tool_response>{text}</tool_response>"
-
-
-# --- calls in a reply ----------------------------------------------------------------------------
-
-
-class CallText:
-    """Separates tool calls from the text of a reply as it streams.
-
-    Text that may belong to a call is held back.
-    """
-
-    def __init__(self, tools: Tools):
-        self._tools = tools
-        self._withheld = ""
-        self.calls = 0
-
-    def push(self, text: str, last: bool = False) -> list[str | dict[str, Any]]:
-        """Add text, and return the texts to show and the calls (in OpenAI's format), in order.
-
-        `last` is true if the reply ends with this text.
-        """
-        self._withheld += text
-        if self._tools.forced:
-            return [self._call(self._withheld) or self._withheld] if last else []
-        items: list[str | dict[str, Any]] = []
-        start = self._withheld.find(OPEN)
-        while start >= 0:
-            end = self._withheld.find(CLOSE, start)
-            if end < 0:
-                break
-            content = self._withheld[start + len(OPEN) : end]
-            items.append(self._withheld[:start])
-            items.append(self._call(content) or f"{OPEN}{content}{CLOSE}")
-            self._withheld = self._withheld[end + len(CLOSE) :]
-            start = self._withheld.find(OPEN)
-        shown_length = len(self._withheld)
-        if not last:
-            shown_length -= self._open_beginning(start)
-        items.append(self._withheld[:shown_length])
-        self._withheld = self._withheld[shown_length:]
-        return [item for item in items if item]
-
-    def _open_beginning(self, start: int) -> int:
-        """Return how many characters at the end of the withheld text may belong to a call.
-
-        `start` is the index of an opening tag without a closing one, or -1.
-        """
-        if start >= 0:
-            return len(self._withheld) - start
-        longest = min(len(OPEN) - 1, len(self._withheld))
-        for length in range(longest, 0, -1):
-            if OPEN.startswith(self._withheld[-length:]):
-                return length
-        return 0
-
-    def _call(self, text: str) -> dict[str, Any] | None:
-        """Count the call in `text` and return it in OpenAI's format, or return None if invalid."""
-        try:
-            call = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(call, dict):
-            return None
-        name = call.get("name")
-        arguments = call.get("arguments")
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            return None
-        if name not in self._tools.parameters:
-            return None
-        self.calls += 1
-        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

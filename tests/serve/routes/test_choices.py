@@ -1,4 +1,4 @@
-"""A reply while it grows: words, calculator calls and calls of a client's tools become deltas, and a message."""
+"""A reply while it grows: words, calculator calls and calls of a client's tools become pieces, and a message."""
 
 import json
 
@@ -6,40 +6,40 @@ import pytest
 
 from nanochat.data.conversation import Part, assistant
 from nanochat.generate.reply import Event, StoppedReply
-from nanochat.serve.routes.answers import Choice, Reply
+from nanochat.serve.routes.answers import Choice
+from nanochat.serve.routes.formats.pieces import Calculation, Words
 from nanochat.serve.routes.messages import as_request, read_conversation
+from nanochat.serve.routes.reply import Reply
 from tests.support.fake_engine import ByteTokenizer
 
 HELLO = {"role": "user", "content": "hello"}
 CALL, RESULT = Part("python", "37*48"), Part("python_output", "1776")
 
 
-def test_words_and_tool_calls_become_deltas_in_order():
+def test_words_and_calculations_become_pieces_in_order():
     reply = Reply()
-    deltas = [
-        delta for part in (Part("text", "It is "), CALL, RESULT, Part("text", "1776.")) for delta in reply.add([part])
-    ]
-    assert deltas == [{"content": "It is "}, {"tool": {"expression": "37*48", "result": "1776"}}, {"content": "1776."}]
+    parts = (Part("text", "It is "), CALL, RESULT, Part("text", "1776."))
+    pieces = [piece for part in parts for piece in reply.add([part])]
+    assert pieces == [Words("It is "), Calculation("37*48", "1776"), Words("1776.")]
     assert reply.text == "It is 1776."
-    assert reply.end() == []
+    assert reply.add([], last=True) == []
 
 
-def test_words_that_come_together_are_one_delta():
-    assert Reply().add([Part("text", "你"), Part("text", "好")]) == [{"content": "你好"}]
+def test_words_that_come_together_are_one_piece():
+    assert Reply().add([Part("text", "你"), Part("text", "好")]) == [Words("你好")]
 
 
 @pytest.mark.parametrize("after", [[Part("text", "x")], [CALL, RESULT]])
-def test_call_without_a_result_is_shown_when_the_reply_goes_on(after):
-    reply = Reply()
-    deltas = reply.add([Part("python", "1+"), *after])
-    assert deltas[0] == {"tool": {"expression": "1+", "result": None}}
-    assert len(deltas) == 2
+def test_calculation_without_a_result_is_shown_when_the_reply_goes_on(after):
+    pieces = Reply().add([Part("python", "1+"), *after])
+    assert pieces[0] == Calculation("1+", None)
+    assert len(pieces) == 2
 
 
-def test_call_without_a_result_is_shown_at_the_end():
+def test_calculation_without_a_result_is_shown_at_the_end():
     reply = Reply()
     assert reply.add([CALL]) == []
-    assert reply.end() == [{"tool": {"expression": "37*48", "result": None}}]
+    assert reply.add([], last=True) == [Calculation("37*48", None)]
 
 
 def test_calculator_calls_can_be_sent_back_as_they_came():

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from nanochat.common import UserError
 from nanochat.generate.schema.grammar import Schemas
 from nanochat.serve.routes.fields import ApiError
-from nanochat.serve.routes.tools import CLOSE, OPEN, CallText, Tools, read_tools
+from nanochat.serve.routes.tools import Tools, read_tools
 from tests.support.served import serving
 from tests.support.tiny_model import tiny_tokenizer
 
@@ -31,40 +31,10 @@ WEATHER = {
     },
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
-CALL = OPEN + '{"name": "weather", "arguments": {"city": "北京"}}' + CLOSE
 
 
 def tools(choice: object = "auto") -> Tools:
     return read_tools({"tools": [WEATHER, CLOCK], "tool_choice": choice})
-
-
-def pieces(text: str, size: int) -> list[str | dict]:
-    stream, found = CallText(tools()), []
-    for start in range(0, len(text), size):
-        found += stream.push(text[start : start + size])
-    return found + stream.push("", last=True)
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 1000])
-def test_call_is_found_in_a_text_of_any_pieces(size):
-    found = pieces(f"Let me see. {CALL} and < <tool {CALL}.", size)
-    calls = [item for item in found if isinstance(item, dict)]
-    assert "".join(item for item in found if isinstance(item, str)) == "Let me see.  and < <tool ."
-    assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"city": "北京"}] * 2
-    assert {call["function"]["name"] for call in calls} == {"weather"}
-    assert len({call["id"] for call in calls}) == 2
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        OPEN, OPEN + "no json" + CLOSE, OPEN + "[" * 5000 + CLOSE, OPEN + '{"name": "weather"}' + CLOSE,
-        OPEN + '{"name": "other", "arguments": {}}' + CLOSE, OPEN + '{"name": ["weather"], "arguments": {}}' + CLOSE,
-        OPEN + OPEN, CLOSE, "a<tool", OPEN + '{"name": "weather", "arguments": {}}',
-    ],
-)  # fmt: skip
-def test_what_is_no_call_stays_text(text):
-    assert "".join(map(str, pieces(text, 3))) == text
 
 
 def test_model_reads_of_the_tools_it_may_call():

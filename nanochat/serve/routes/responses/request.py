@@ -30,6 +30,7 @@ from nanochat.serve.routes.messages import (
     text_of,
     with_instructions,
 )
+from nanochat.serve.routes.reply import form_of
 from nanochat.serve.routes.responses.store import Shelf
 from nanochat.serve.routes.responses.writer import Repeated, ResponseWriter
 from nanochat.serve.routes.tools import read_tools
@@ -89,14 +90,17 @@ class ResponseRequest:
             "input",
         )
 
+        form = form_of(prompt, self.repeated.tools, tokenizer)
+
         def store(message: dict[str, Any], body: dict[str, Any]) -> None:
             if self.shelf is not None:
                 messages = [as_request(message) for message in self._messages(dropped)]
                 self.shelf.keep(body["id"], [*messages, message], body)
 
         def writer(number: str) -> ResponseWriter:
-            length = len(prompt)
-            return ResponseWriter(number, limits.model, self.repeated, length, tokenizer, store)
+            return ResponseWriter(
+                number, limits.model, self.repeated, len(prompt), tokenizer, form, store
+            )
 
         requests = settings.requests(prompt, limits.context)
         return Work(requests, writer, headers=self.repeated.tools.headers)

@@ -5,10 +5,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.data.conversation import Part
 from nanochat.generate.reply import Event
-from nanochat.serve.routes.answers import Choice, Reply, add_text, event
+from nanochat.serve.routes.answers import Choice, event
 from nanochat.serve.routes.fields import ApiError, ReplySettings
+from nanochat.serve.routes.formats.pieces import (
+    Arguments,
+    Calculation,
+    Call,
+    Piece,
+    Thought,
+    Words,
+    add_piece,
+)
+from nanochat.serve.routes.reply import Form, Reply, add_text
 from nanochat.serve.routes.tools import Tools
 from nanochat.tokenizer import Tokenizer
 
@@ -32,8 +41,8 @@ class Repeated:
 class ResponseWriter:
     """Writes one reply as a response object, and passes it to `store`.
 
-    The output holds a message for each run of text, and an item for each function call. A
-    calculator call belongs to the message around it: {expression, result} in `parts` and, in a
+    The output holds an item for each run of text, each thought and each function call. A calculator
+    call belongs to the message around it: {expression, result} in `parts` and, in a
     stream, in the `tool` of a text event. Both fields extend OpenAI's format.
     """
 
@@ -44,6 +53,7 @@ class ResponseWriter:
         repeated: Repeated,
         prompt_length: int,
         tokenizer: Tokenizer,
+        form: Form,
         store: Store,
     ):
         """Make the writer of one reply; `prompt_length` is in tokens."""
@@ -54,11 +64,10 @@ class ResponseWriter:
         self._store = store
         self._created = int(time.time())
         self._choice = Choice(tokenizer, None)
-        self._reply = Reply(repeated.tools)
+        self._reply = Reply(form)
         self._items: list[dict[str, Any]] = []
-        # Texts and calculator calls of the message that is growing.
-        self._open: list[dict[str, Any]] | None = None
-        self._blank = ""  # white space, which becomes a message only if more text follows
+        self._kind: str | None = None  # the type of the last item, while it grows
+        self._open: list[dict[str, Any]] = []  # texts and calculator calls of the open message
         self._sent = 0  # events of the stream so far
         self.stream = repeated.settings.stream
 
@@ -70,13 +79,12 @@ class ResponseWriter:
 
     def add(self, news: Sequence[tuple[int, Event]]) -> bytes:
         """Process the engine's events, and return the events to stream for them."""
-        parts: list[Part] = []
+        pieces: list[Piece] = []
         for _, token_event in news:
-            parts += self._choice.add(token_event)
-        deltas = self._reply.add(parts)
-        if self._choice.finish:
-            deltas += self._reply.end()
-        return b"".join(map(self._follow, deltas))
+            parts = self._choice.add(token_event)
+            for piece in self._reply.add(parts, last=token_event.finish is not None):
+                add_piece(pieces, piece)
+        return b"".join(map(self._follow, pieces))
 
     def closing(self) -> bytes:
         """Return the last events of the stream, after passing the response to `store`."""
@@ -106,22 +114,24 @@ class ResponseWriter:
 
     # --- items -----------------------------------------------------------------------------------
 
-    def _follow(self, delta: dict[str, Any]) -> bytes:
-        """Add a delta of the reply to the output, and return the events to stream."""
-        if "tool_calls" in delta:
-            return self._close("completed") + self._call(delta["tool_calls"][0])
-        text = self._blank + delta.get("content", "")
-        tool = delta.get("tool")
-        if self._open is None and tool is None and not text.strip():
-            self._blank = text
-            return b""
-        self._blank = ""
-        return self._begin() + self._grow(text, tool)
+    def _follow(self, piece: Piece) -> bytes:
+        """Add a piece of the reply to the output, and return the events to stream."""
+        if isinstance(piece, Call):
+            return self._close("completed") + self._begin_call(piece)
+        if isinstance(piece, Arguments):
+            item = self._items[-1]
+            item["arguments"] += piece.text
+            kind = "response.function_call_arguments.delta"
+            return self._event(kind, item_id=item["id"], delta=piece.text)
+        if isinstance(piece, Thought):
+            return self._begin_thought() + self._think(piece.text)
+        return self._begin() + self._grow(piece)
 
     def _begin(self) -> bytes:
         """Begin a message unless one is open, and return the events to stream."""
-        if self._open is not None:
+        if self._kind == "message":
             return b""
+        sent = self._close("completed")
         self._open = []
         item = {
             "id": self._id("msg"),
@@ -130,72 +140,95 @@ class ResponseWriter:
             "status": "in_progress",
             "content": [],
         }
-        self._items.append(item)
+        self._add_item(item)
         content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        sent = self._event("response.output_item.added", item=item)
+        sent += self._event("response.output_item.added", item=item)
         sent += self._event("response.content_part.added", **self._position, part=content)
         item["content"] = [content]
         return sent
 
-    def _grow(self, text: str, tool: dict[str, Any] | None) -> bytes:
-        """Add text and a calculator call, if any, to the open message, and return the event."""
-        assert self._open is not None
-        if text:
-            add_text(self._open, text)
-            self._items[-1]["content"][0]["text"] += text
-        fields = {**self._position, "delta": text, "logprobs": []}
-        if tool is not None:
-            self._open.append({"type": "tool", **tool})
-            fields["tool"] = tool
+    def _grow(self, piece: Words | Calculation) -> bytes:
+        """Add a text or a calculator call to the open message, and return the event."""
+        fields: dict[str, Any] = {**self._position, "delta": "", "logprobs": []}
+        if isinstance(piece, Words):
+            add_text(self._open, piece.text)
+            self._items[-1]["content"][0]["text"] += piece.text
+            fields["delta"] = piece.text
+        else:
+            calculation = {"expression": piece.expression, "result": piece.result}
+            self._open.append({"type": "tool", **calculation})
+            fields["tool"] = calculation
         return self._event("response.output_text.delta", **fields)
 
-    def _close(self, status: str) -> bytes:
-        """End the open message, if there is one, and return the events to stream."""
-        if self._open is None:
+    def _begin_thought(self) -> bytes:
+        """Begin a reasoning item unless one is open, and return the events to stream."""
+        if self._kind == "reasoning":
             return b""
-        item = self._items[-1]
-        parts = self._open
-        self._open = None
-        item["status"] = status
-        if any(part["type"] == "tool" for part in parts):
-            item["parts"] = parts
-        (content,) = item["content"]
-        fields = {**self._position, "text": content["text"], "logprobs": []}
-        sent = self._event("response.output_text.done", **fields)
-        sent += self._event("response.content_part.done", **self._position, part=content)
-        return sent + self._event("response.output_item.done", item=item)
+        sent = self._close("completed")
+        item = {
+            "id": self._id("rs"),
+            "type": "reasoning",
+            "status": "in_progress",
+            "summary": [],
+            "content": [],
+        }
+        self._add_item(item)
+        content = {"type": "reasoning_text", "text": ""}
+        sent += self._event("response.output_item.added", item=item)
+        sent += self._event("response.content_part.added", **self._position, part=content)
+        item["content"] = [content]
+        return sent
 
-    def _call(self, call: dict[str, Any]) -> bytes:
-        """Add a function call, which arrives whole, and return the events to stream."""
-        name = call["function"]["name"]
-        arguments = call["function"]["arguments"]
+    def _think(self, text: str) -> bytes:
+        """Add text to the open reasoning item, and return the event."""
+        self._items[-1]["content"][0]["text"] += text
+        return self._event("response.reasoning_text.delta", **self._position, delta=text)
+
+    def _begin_call(self, call: Call) -> bytes:
+        """Begin a function call, and return the event to stream."""
         item = {
             "id": self._id("fc"),
             "type": "function_call",
             "status": "in_progress",
-            "call_id": call["id"],
-            "name": name,
+            "call_id": call.id,
+            "name": call.name,
             "arguments": "",
         }
+        self._add_item(item)
+        return self._event("response.output_item.added", item=item)
+
+    def _add_item(self, item: dict[str, Any]) -> None:
+        """Add an item to the output, which grows until _close()."""
         self._items.append(item)
-        sent = self._event("response.output_item.added", item=item)
-        item |= {"status": "completed", "arguments": arguments}
-        self._blank = ""
-        kind = "response.function_call_arguments"
-        item_id = item["id"]
-        sent += self._event(f"{kind}.delta", item_id=item_id, delta=arguments)
-        sent += self._event(f"{kind}.done", item_id=item_id, name=name, arguments=arguments)
+        self._kind = item["type"]
+
+    def _close(self, status: str) -> bytes:
+        """End the item that grows, if there is one, and return the events to stream."""
+        kind = self._kind
+        if kind is None:
+            return b""
+        self._kind = None
+        item = self._items[-1]
+        item["status"] = status
+        if kind == "function_call":
+            fields = {key: item[key] for key in ("name", "arguments")}
+            done = "response.function_call_arguments.done"
+            sent = self._event(done, item_id=item["id"], **fields)
+            return sent + self._event("response.output_item.done", item=item)
+        (content,) = item["content"]
+        fields = {**self._position, "text": content["text"]}
+        if kind == "message":
+            fields["logprobs"] = []
+            if any(part["type"] == "tool" for part in self._open):
+                item["parts"] = self._open
+        text_kind = "reasoning_text" if kind == "reasoning" else "output_text"
+        sent = self._event(f"response.{text_kind}.done", **fields)
+        sent += self._event("response.content_part.done", **self._position, part=content)
         return sent + self._event("response.output_item.done", item=item)
 
     def _end(self) -> bytes:
-        """End the open message, or write one if there is no output, and return the events."""
-        sent = b""
-        if not self._items:
-            text = self._blank
-            self._blank = ""
-            sent = self._begin()
-            if text:
-                sent += self._grow(text, None)
+        """End the item that grows, or write a message if there is no output; return the events."""
+        sent = b"" if self._items else self._begin()
         return sent + self._close(self._status)
 
     # --- objects ---------------------------------------------------------------------------------
@@ -219,7 +252,7 @@ class ResponseWriter:
             "input_tokens": self._prompt_length,
             "input_tokens_details": {"cached_tokens": cached},
             "output_tokens": tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._reply.thought_tokens},
             "total_tokens": self._prompt_length + tokens,
         }
 

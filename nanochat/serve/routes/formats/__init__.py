@@ -1,0 +1,1 @@
+"""What models write in a reply besides words, thoughts and calls, each form in one file."""

@@ -1,0 +1,200 @@
+"""Calls that are written as Qwen3-Coder and Qwen3.5 do, with each argument in a tag of its own.
+
+<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>. A call is passed
+on argument by argument, as JSON. What is no call of one of the functions stays text.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nanochat.serve.routes.formats.json_calls import CLOSE, OPEN
+from nanochat.serve.routes.formats.pieces import (
+    Arguments,
+    Call,
+    Piece,
+    Words,
+    add_piece,
+    first_mark,
+    open_beginning,
+)
+
+FUNCTION = "<function="
+PARAMETER = "<parameter="
+END = "</function>"
+_HEAD = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\n]{1,80})>")
+_KEY = re.compile(r"\s*<parameter=([^<>\n]{1,200})>")
+_TAIL = re.compile(r"\s*</tool_call>")
+# What ends a value; the closing tag may be missing.
+_ENDS = ("</parameter>", f"\n{PARAMETER}", END)
+
+
+def written(name: str, arguments: str) -> str:
+    """Return a call as text; `arguments` is JSON."""
+    values = json.loads(arguments)
+    lines = [f"{OPEN}\n{FUNCTION}{name}>"]
+    for key, value in values.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        lines.append(f"{PARAMETER}{key}>\n{text}\n</parameter>")
+    return "\n".join([*lines, f"{END}\n{CLOSE}"])
+
+
+class XmlCalls:
+    """Turns the text of a reply into words and calls; see Parser."""
+
+    def __init__(self, parameters: Mapping[str, Any]):
+        """Begin a reply; `parameters` are the schemas of the functions that it may call."""
+        self._parameters = parameters
+        self._rest = ""
+        self._state = self._outside
+        self._name = ""
+        self._arguments = 0  # arguments of the open call that have been passed on
+        self._head_length = 0  # characters before the first argument, until the call has begun
+
+    def push(self, text: str, last: bool = False) -> list[Piece]:
+        """Add text, and return the pieces that it completes; `last` ends the reply."""
+        self._rest += text
+        pieces: list[Piece] = []
+        while self._state(pieces, last):
+            pass
+        return pieces
+
+    # Each state moves text from _rest to `pieces`, and returns whether another state goes on.
+
+    def _outside(self, pieces: list[Piece], last: bool) -> bool:
+        match = first_mark(self._rest, (OPEN, FUNCTION))
+        start = match[0] if match else len(self._rest)
+        if not match and not last:
+            start -= open_beginning(self._rest, (OPEN, FUNCTION))
+        add_piece(pieces, Words(self._rest[:start]))
+        self._rest = self._rest[start:]
+        self._state = self._head if match else self._outside
+        return match is not None
+
+    def _head(self, pieces: list[Piece], last: bool) -> bool:
+        match = _HEAD.match(self._rest)
+        if match and match[1].strip() in self._parameters:
+            self._name = match[1].strip()
+            self._arguments = 0
+            self._head_length = match.end()
+            self._state = self._argument
+            return True
+        beginning = self._rest.removeprefix(OPEN).lstrip()
+        tag = beginning.removeprefix(FUNCTION)
+        is_open = FUNCTION.startswith(beginning) or (
+            tag != beginning and len(tag) <= 80 and not re.search(r"[<>\n]", tag)
+        )
+        if is_open and not match and not last:
+            return False
+        mark = OPEN if self._rest.startswith(OPEN) else FUNCTION
+        add_piece(pieces, Words(mark))
+        self._rest = self._rest[len(mark) :]
+        self._state = self._outside
+        return True
+
+    def _argument(self, pieces: list[Piece], last: bool) -> bool:
+        """Read the next argument, or the end of the call."""
+        rest = self._rest[self._head_length :]
+        key = _KEY.match(rest)
+        if key:
+            end = first_mark(rest[key.end() :], _ENDS)
+            if end is None:
+                return self._wait(pieces, last)
+            value = rest[key.end() : key.end() + end[0]]
+            self._begin(pieces)
+            self._add(pieces, key[1].strip(), value.removeprefix("\n").removesuffix("\n"))
+            consumed = key.end() + end[0] + (len(end[1]) if end[1] == _ENDS[0] else 0)
+            self._rest = rest[consumed:]
+            return True
+        tag = rest.lstrip()
+        if tag.startswith(END):
+            self._begin(pieces)
+            add_piece(pieces, Arguments("}" if self._arguments else "{}"))
+            self._rest = tag.removeprefix(END)
+            self._state = self._tail
+            return True
+        is_open = (
+            PARAMETER.startswith(tag)
+            or END.startswith(tag)
+            or (tag.startswith(PARAMETER) and not re.search(r"[<>\n]", tag[len(PARAMETER) :]))
+        )
+        if is_open:
+            return self._wait(pieces, last)
+        if self._head_length:  # nothing has been passed on
+            mark = OPEN if self._rest.startswith(OPEN) else FUNCTION
+            add_piece(pieces, Words(mark))
+            self._rest = self._rest[len(mark) :]
+        self._state = self._outside
+        return True
+
+    def _wait(self, pieces: list[Piece], last: bool) -> bool:
+        """Wait for more text; at the end of a reply, leave the arguments open."""
+        if last:
+            self._begin(pieces)
+            if not self._arguments:
+                add_piece(pieces, Arguments("{"))
+            self._rest = ""
+        return False
+
+    def _begin(self, pieces: list[Piece]) -> None:
+        if self._head_length:
+            add_piece(pieces, Call(self._name))
+            self._head_length = 0
+
+    def _add(self, pieces: list[Piece], key: str, text: str) -> None:
+        """Pass an argument on as JSON."""
+        properties = self._parameters[self._name].get("properties")
+        schema = properties.get(key) if isinstance(properties, dict) else None
+        value = typed(text, schema if isinstance(schema, dict) else {})
+        add_piece(pieces, Arguments(", " if self._arguments else "{"))
+        add_piece(pieces, Arguments(json.dumps({key: value}, ensure_ascii=False)[1:-1]))
+        self._arguments += 1
+
+    def _tail(self, pieces: list[Piece], last: bool) -> bool:
+        """Read past the closing mark; a missing one is no fault."""
+        match = _TAIL.match(self._rest)
+        if not match and not last and CLOSE.startswith(self._rest.lstrip()):
+            return False
+        self._rest = self._rest[match.end() :] if match else self._rest
+        self._state = self._outside
+        return True
+
+
+def typed(text: str, schema: Mapping[str, Any]) -> Any:
+    """Return the value of an argument, by the types that its schema allows; the default is text."""
+    types = _types(schema)
+    if types <= {"string"}:
+        return text
+    try:
+        value = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
+    if "string" in types and value is not None:
+        return text
+    return value
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """Return the types that a schema and its alternatives name; "value" stands for any.
+
+    Schemas come from clients, and need not be valid.
+    """
+    alternatives = [*_listed(schema.get("anyOf")), *_listed(schema.get("oneOf"))]
+    types: set[str] = set()
+    for alternative in (schema, *alternatives):
+        if not isinstance(alternative, Mapping):
+            continue
+        named = alternative.get("type")
+        types |= {named} if isinstance(named, str) else set(map(str, _listed(named)))
+        values = _listed(alternative.get("enum"))
+        if "const" in alternative:
+            values = [alternative["const"]]
+        is_text = all(isinstance(value, str) for value in values)
+        if "$ref" in alternative or "allOf" in alternative or not (named or is_text):
+            types.add("value")
+    return types
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

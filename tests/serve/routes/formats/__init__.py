@@ -1,0 +1,1 @@
+"""Tests of nanochat.serve.routes."""
