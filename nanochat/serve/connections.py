@@ -421,15 +421,17 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json.dumps(refusal.body).encode()
+            path = self.scope["path"] if self.scope else ""
+            body = json.dumps(refusal.body_for(path)).encode()
             headers = [
                 ("content-type", "application/json"),
                 ("connection", "close"),
                 ("content-length", str(len(body))),
                 *refusal.headers.items(),
             ]
-            reason = STATUS_PHRASES[refusal.status]
-            head = h11.Response(status_code=refusal.status, headers=headers, reason=reason)
+            status = refusal.status_for(path)
+            reason = STATUS_PHRASES[status]
+            head = h11.Response(status_code=status, headers=headers, reason=reason)
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self._close_politely()

@@ -67,7 +67,7 @@ class Choice:
         self.reused = 0  # tokens of the prompt that were not read again
         self.prompt_scores: tuple[Scored, ...] = ()
         self.finish: str | None = None
-        self._cut = False
+        self.stop_string: str | None = None  # the one that ended the reply
 
     def add(self, event: Event) -> list[Part]:
         """Process the reply's next event, and return the parts that can be shown now."""
@@ -86,7 +86,7 @@ class Choice:
         self.reused += event.reused
         self.prompt_scores = tuple(event.prompt_scores) or self.prompt_scores
         self.finish = event.finish
-        self._cut = isinstance(event.matched, str)
+        self.stop_string = event.matched if isinstance(event.matched, str) else None
         return parts
 
     def _score(self, event: Event) -> None:
@@ -109,7 +109,7 @@ class Choice:
         Tokens that a stop string cut off are left out.
         """
         ready = sum(position < self._shown for position, _ in self._pending)
-        if self.finish is not None and not self._cut:
+        if self.finish is not None and self.stop_string is None:
             ready = len(self._pending)
         scores = [score for _, score in self._pending[:ready]]
         self._pending = self._pending[ready:]
@@ -191,9 +191,9 @@ class Work(NamedTuple):
     headers: Mapping[str, str] = {}
 
 
-def error(refusal: ApiError) -> JSONResponse:
-    """Return a refusal as an HTTP response with OpenAI's error JSON."""
-    return JSONResponse(refusal.body, refusal.status, refusal.headers)
+def error(refusal: ApiError, path: str) -> JSONResponse:
+    """Return a refusal of a request to `path` as an HTTP response, in the format of that path."""
+    return JSONResponse(refusal.body_for(path), refusal.status_for(path), refusal.headers)
 
 
 def event(value: Any, name: str | None = None) -> bytes:
@@ -297,7 +297,7 @@ class Answer(Response):
                 self.writer.add(news)
             response = JSONResponse(self.writer.body(), headers=self.extra_headers)
         except ApiError as failure:
-            response = error(failure)
+            response = error(failure, scope["path"])
         await response(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:

@@ -27,6 +27,19 @@ SPEAKERS: dict[str, Role] = {
 TEXTS = ("text", "input_text", "output_text")
 
 
+class PromptTooLong(ApiError):
+    """A refusal (400) of a prompt of `tokens` tokens that leaves no room for an answer."""
+
+    def __init__(self, tokens: int, context: int, field: str):
+        """Create the error about `field`; the model's context holds `context` tokens."""
+        text = (
+            f"the model's context holds {context} tokens; the messages have {tokens}, which leaves "
+            'no room for an answer: shorten the chat, or send "truncation": "auto"'
+        )
+        super().__init__(400, "context_length_exceeded", text, field)
+        self.tokens = tokens
+
+
 # --- reading -------------------------------------------------------------------------------------
 
 
@@ -412,11 +425,7 @@ def make_prompt(
         prompt = render_without(dropped)
     if len(prompt) + begun < context:
         return prompt, dropped
-    text = (
-        f"the model's context holds {context} tokens; the messages have {len(prompt) + begun}, "
-        'which leaves no room for an answer: shorten the chat, or send "truncation": "auto"'
-    )
-    raise ApiError(400, "context_length_exceeded", text, field)
+    raise PromptTooLong(len(prompt) + begun, context, field)
 
 
 def _dropped_turns(
