@@ -91,6 +91,7 @@ class Tokenizer:
     adds_bos = True  # every plain text too
     takes_system = False  # there is no mark for system text, which goes in front of a question
     takes_tools = False
+    takes_options = False  # there is no chat template that has variables
     call_format = None  # a model writes calls of functions as the server tells it
     thought_marks = None  # a model of ours does not think before it answers
     sampling: ClassVar[

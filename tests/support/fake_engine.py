@@ -41,6 +41,7 @@ class ByteTokenizer:
 
     takes_system: bool = False
     takes_tools: bool = False
+    takes_options: bool = False
     call_format: str | None = None
     thought_marks: tuple[str, str] | None = None
 

@@ -114,6 +114,7 @@ class FolderTokenizer:
     """
 
     marks_begin = False  # a conversation begins with its template's first token
+    takes_options = True  # chat templates have variables
     border: int | None = None  # a conversation that is too long keeps its beginning
 
     def __init__(self, folder: Path, vocab_size: int):
@@ -679,7 +680,7 @@ class FolderTokenizer:
             text = self._text(probes, reply=True)
             if any(probe["content"] not in text for probe in probes):
                 return None
-            return self._prompt(conversation.messages)
+            return self._prompt(conversation.messages, conversation.options)
         except UserError:
             return None
 

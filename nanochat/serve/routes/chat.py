@@ -1,7 +1,7 @@
 """Answers POST /v1/chat/completions: reads chats and writes replies in OpenAI's format."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from nanochat.serve.routes.fields import (
     truncates,
     upper_bound,
 )
+from nanochat.serve.routes.fitted import OPTIONS, fitted, read_options
 from nanochat.serve.routes.formats.pieces import (
     Arguments,
     Calculation,
@@ -64,6 +65,7 @@ FIELDS = READ | {
     "parallel_tool_calls",
     "continue_final_message",
     "add_generation_prompt",
+    *OPTIONS,
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
@@ -80,6 +82,8 @@ class ChatRequest:
     truncate: bool  # drop the oldest exchanges if the whole chat does not fit
     logprobs: bool
     tools: Tools
+    options: Mapping[str, Any]  # variables of the chat template
+    parallel: bool  # whether a reply may have several calls
     continued: bool = False  # whether the last message is the beginning of the reply
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
@@ -89,7 +93,7 @@ class ChatRequest:
         if the answer would list too many log-probabilities.
         """
         settings = self.settings
-        chat = self.conversation
+        chat = fitted(self.conversation, self.tools, self.options, tokenizer)
         reply_start: list[int] = []
         if self.continued:
             chat, reply_start = without_beginning(chat, tokenizer)
@@ -101,9 +105,9 @@ class ChatRequest:
             limits.context,
             begun=len(reply_start),
         )
+        form = form_of(prompt, self.tools, tokenizer, self.parallel)
         prompt = [*prompt, *reply_start]
         requests = settings.requests(prompt, limits.context)
-        form = form_of(prompt, self.tools, tokenizer)
         scores = 0
         if self.logprobs:
             tokens = sum(sampling.max_tokens for _, sampling in requests)
@@ -132,7 +136,6 @@ def read_chat(
     top_logprobs = alternatives(fields, "top_logprobs")
     if top_logprobs and not logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    flag(fields, "parallel_tool_calls")
     tools = read_tools(fields)
     # A reply that must be a call is no text, and response_format is about texts.
     schema = tools.schema or read_format(fields.get("response_format"), "response_format")
@@ -149,13 +152,15 @@ def read_chat(
         logprobs=top_logprobs or 0,
     )
     continued = continues(fields)
-    conversation = read_conversation(fields.get("messages"), tools.instructions, continued)
+    conversation = read_conversation(fields.get("messages"), continued)
     return ChatRequest(
         conversation,
         settings,
         truncates(fields),
         logprobs,
         tools,
+        read_options(fields),
+        flag(fields, "parallel_tool_calls", True),
         continued,
     )
 

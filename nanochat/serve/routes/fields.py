@@ -202,7 +202,7 @@ def read_fields(
         raise invalid("the body must be a JSON object, got " + kind(value))
     fields: dict[str, Any] = {}
     for name, content in value.items():
-        if content is not None and name not in IGNORED | OPEN_WEBUI:
+        if content is not None and (name in names or name not in IGNORED | OPEN_WEBUI):
             fields[name] = content
     for name, content in fields.items():
         if name in neutral:

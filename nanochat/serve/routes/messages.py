@@ -4,13 +4,15 @@ A message may hold texts, calls of our calculator, and calls of a client's tools
 """
 
 import itertools
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, Message, Part, Role, system, user
 from nanochat.serve.routes.fields import ApiError, flag, invalid, kind, missing
-from nanochat.serve.routes.tools import written_calls, written_result
+from nanochat.serve.routes.tools import read_calls
 from nanochat.tokenizer import Tokenizer
 
 MOST_MESSAGES = 1000  # a chat of 500 questions; checking more would keep other clients waiting
@@ -21,8 +23,10 @@ SPEAKERS: dict[str, Role] = {
     "developer": "system",
     "user": "user",
     "assistant": "assistant",
-    "tool": "user",
+    "tool": "tool",
 }
+# The names under which clients send the thought of an earlier reply.
+THOUGHTS = ("reasoning_content", "reasoning")
 # Types of parts that are text. The last two belong to the responses format.
 TEXTS = ("text", "input_text", "output_text")
 
@@ -45,23 +49,22 @@ class PromptTooLong(ApiError):
 
 def read_conversation(
     items: Any,
-    instructions: str = "",
     continued: bool = False,
 ) -> Conversation:
     """Check a request's list of messages, and return it as a conversation.
 
-    Roles may come in any order, except that a tool result must follow an assistant message or
-    another result. Tool results become user messages, merged with user messages next to them. Empty
+    Roles may come in any order. The results of calls are put after their calls, in the order of
+    these; a result that names no call must follow an assistant message or another result. Empty
     system messages are left out. If `continued` is true, the last message must be a reply for the
-    model to continue. `instructions` are put in front of a first system message, or become one.
+    model to continue.
 
     Raises ApiError (400) if the messages are invalid or too many.
     """
     items = _checked_items(items)
-    messages = [_message(item, f"messages[{i}]") for i, item in enumerate(items)]
+    read = [_message(item, f"messages[{i}]") for i, item in enumerate(items)]
     messages = [
         message
-        for message in _joined(messages, items)
+        for message in _results_after_calls(read)
         if message.role != "system" or message.text.strip()
     ]
     if not messages:
@@ -76,7 +79,7 @@ def read_conversation(
     if not continued and items[-1].get("tool_calls"):
         text = "calls need their results: the last message must have the role user or tool"
         raise invalid(text, last)
-    return with_instructions(Conversation(tuple(messages)), instructions)
+    return Conversation(tuple(messages))
 
 
 def _checked_items(items: Any) -> list[Any]:
@@ -119,38 +122,47 @@ def _part_count(item: Any) -> int:
     return sum(len(parts) for parts in lists if isinstance(parts, list))
 
 
-def _joined(messages: list[Message], items: list[Any]) -> list[Message]:
-    """Return the messages, with tool results and calls merged into neighbours of the same role.
+def _results_after_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages of a request, with the result of each call after the call.
 
-    `items` are the messages as sent. Raises ApiError (400) for a misplaced tool result.
+    Neighbouring messages of the assistant are one if either has calls. Raises ApiError (400) for a
+    result that names no call and follows none.
     """
-    joined: list[Message] = []
+    # Each with its index in the request.
+    joined: list[tuple[int, Message]] = []
     for i, message in enumerate(messages):
-        _check_result(items, i)
-        if not joined or joined[-1].role != message.role:
-            joined.append(message)
-            continue
-        earlier = joined[-1]
-        neighbours = items[i - 1 : i + 1]
-        has_result = any(item["role"] == "tool" for item in neighbours)
-        has_call = any(item.get("tool_calls") for item in neighbours)
-        if message.role == "user" and has_result:
-            text = f"{earlier.text}\n{message.text}"
-            joined[-1] = Message("user", (Part("text", text),))
-        elif message.role == "assistant" and has_call:
-            joined[-1] = Message("assistant", _merge_texts(*earlier.parts, *message.parts))
-        else:
-            joined.append(message)
-    return joined
+        if joined and joined[-1][1].role == "assistant" == message.role:
+            first, earlier = joined[-1]
+            calls = [*earlier.fields.get("tool_calls", ()), *message.fields.get("tool_calls", ())]
+            if calls:
+                joined[-1] = first, with_calls(earlier, message, calls)
+                continue
+        joined.append((i, message))
+    places: dict[str, tuple[int, int]] = {}  # by the ID of a call
+    keys = []
+    for i, (_, message) in enumerate(joined):
+        key = (i, 0)
+        if message.role == "tool":
+            key = places.get(message.fields.get("tool_call_id", ""), key)
+        keys.append((*key, i))
+        for number, call in enumerate(message.fields.get("tool_calls", ())):
+            places[call.get("id", "")] = (i, number + 1)
+    ordered = [joined[i] for *_, i in sorted(keys)]
+    for previous, (i, message) in itertools.pairwise([(-1, user("")), *ordered]):
+        if message.role == "tool" and previous[1].role not in ("assistant", "tool"):
+            text = f"messages[{i}] is the result of a tool: put it after the call"
+            raise invalid(text, f"messages[{i}].role")
+    return [message for _, message in ordered]
 
 
-def _check_result(items: list[Any], i: int) -> None:
-    """Raise ApiError (400) if item `i` is a tool result that does not follow a reply or result."""
-    if items[i]["role"] != "tool":
-        return
-    if i == 0 or items[i - 1]["role"] not in ("assistant", "tool"):
-        text = f"messages[{i}] is the result of a tool: put it after the call"
-        raise invalid(text, f"messages[{i}].role")
+def with_calls(
+    first: Message,
+    second: Message,
+    calls: Sequence[Mapping[str, Any]],
+) -> Message:
+    """Return two messages of the assistant as one that has these calls."""
+    fields = {**second.fields, **first.fields, "tool_calls": list(calls)}
+    return Message("assistant", merge_texts(*first.parts, *second.parts), fields=fields)
 
 
 def _message(item: Any, name: str) -> Message:
@@ -167,32 +179,46 @@ def _message(item: Any, name: str) -> Message:
         text = f"{name}.role must be system, user, assistant or tool, got {role_text}"
         raise invalid(text, f"{name}.role")
     if role == "assistant":
-        return Message("assistant", _assistant_parts(item, name))
+        return Message("assistant", _assistant_parts(item, name), fields=_fields(item, name))
     text = text_of(item.get("content"), f"{name}.content")
     if role == "user" and not text.strip():
         refusal = f"{name} is empty: every message of the user must hold some text"
         raise ApiError(400, "empty_prompt", refusal, f"{name}.content")
-    if role == "tool":
-        text = written_result(text)
-    return Message(SPEAKERS[role], (Part("text", text),))
+    fields = {}
+    if role == "tool" and isinstance(item.get("tool_call_id"), str):
+        fields["tool_call_id"] = item["tool_call_id"]
+    return Message(SPEAKERS[role], (Part("text", text),), fields=fields)
+
+
+def _fields(item: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the thought and the calls of an assistant message.
+
+    Raises ApiError (400) if one of them is malformed.
+    """
+    fields: dict[str, Any] = {}
+    for key in THOUGHTS:
+        thought = item.get(key)
+        if isinstance(thought, str) and thought:
+            fields["reasoning_content"] = thought
+            break
+        if thought is not None and not isinstance(thought, str):
+            raise invalid(f"{name}.{key} must be a text, got {kind(thought)}", f"{name}.{key}")
+    if item.get("tool_calls"):
+        fields["tool_calls"] = read_calls(item["tool_calls"], f"{name}.tool_calls")
+    return fields
 
 
 def _assistant_parts(item: dict[str, Any], name: str) -> tuple[Part, ...]:
-    """Return the parts of an assistant message: text or `parts`, then its tool calls as text."""
-    calls = item.get("tool_calls")
+    """Return the parts of an assistant message: its `parts`, or else its text."""
     content = item.get("content")
     if item.get("parts") is not None:
-        parts = _parts(item["parts"], f"{name}.parts")
-    elif content is None:
-        parts = (Part("text", ""),)
-    else:
-        parts = (Part("text", text_of(content, f"{name}.content")),)
-    if not calls:
-        return parts
-    return _merge_texts(*parts, Part("text", written_calls(calls, f"{name}.tool_calls")))
+        return _parts(item["parts"], f"{name}.parts")
+    if content is None:
+        return (Part("text", ""),)
+    return (Part("text", text_of(content, f"{name}.content")),)
 
 
-def _merge_texts(*parts: Part) -> tuple[Part, ...]:
+def merge_texts(*parts: Part) -> tuple[Part, ...]:
     """Return the parts with adjacent texts joined, because a token may span two of them."""
     merged: list[Part] = []
     for is_text, group in itertools.groupby(parts, lambda part: part.kind == "text"):
@@ -209,12 +235,22 @@ def text_of(content: Any, name: str) -> str:
     Raises ApiError (400) for anything else.
     """
     if isinstance(content, list):
-        if not all(map(_is_text, content)):
-            raise invalid(f"{name} may hold only text parts, {{type: text, text}}", name)
+        for i, part in enumerate(content):
+            if not _is_text(part):
+                raise _no_text(part, f"{name}[{i}]")
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise invalid(f"{name} must be a string or a list of text parts, got {kind(content)}", name)
     return content
+
+
+def _no_text(part: Any, name: str) -> ApiError:
+    """Return the refusal of a part that is no text, such as an image."""
+    part_type = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part_type, str) and part_type not in TEXTS:
+        text = f"{name} is of type {part_type[:80]!r}, and the model reads only text: leave it out"
+        return ApiError(400, "unsupported_content", text, name)
+    return invalid(f"{name} must be a text part, {{type: text, text}}", name)
 
 
 def _is_text(part: Any) -> bool:
@@ -249,7 +285,7 @@ def _parts(items: Any, name: str) -> tuple[Part, ...]:
 def as_request(message: Message) -> dict[str, Any]:
     """Return a message as a dict in the format that read_conversation reads."""
     if message.role != "assistant":
-        return {"role": message.role, "content": message.text}
+        return {"role": message.role, "content": message.text, **message.fields}
     parts: list[dict[str, Any]] = []
     for part in message.parts:
         if part.kind == "text":
@@ -258,7 +294,21 @@ def as_request(message: Message) -> dict[str, Any]:
             parts.append({"type": "tool", "expression": part.text, "result": None})
         else:
             parts[-1]["result"] = part.text  # the part before a result is its call
-    return {"role": "assistant", "parts": parts}
+    request: dict[str, Any] = {"role": "assistant", "parts": parts}
+    if "reasoning_content" in message.fields:
+        request["reasoning_content"] = message.fields["reasoning_content"]
+    if "tool_calls" in message.fields:
+        request["tool_calls"] = list(map(_call_as_request, message.fields["tool_calls"]))
+    return request
+
+
+def _call_as_request(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as text."""
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 # --- order ---------------------------------------------------------------------------------------
@@ -276,20 +326,21 @@ def alternating(conversation: Conversation) -> Conversation:
     for message in conversation.messages:
         if message.role == "system":
             instructions.append(message.text)
-        elif turns and turns[-1].role == message.role:
+        elif turns and turns[-1].role == message.role != "tool":
             earlier = turns[-1].parts
             blank_line = (Part("text", "\n\n"),) if earlier and message.parts else ()
-            parts = _merge_texts(*earlier, *blank_line, *message.parts)
-            turns[-1] = Message(message.role, parts)
+            parts = merge_texts(*earlier, *blank_line, *message.parts)
+            fields = {**turns[-1].fields, **message.fields}
+            turns[-1] = Message(message.role, parts, fields=fields)
         else:
             turns.append(message)
     text = "\n\n".join(instructions)
     if not turns:
-        return Conversation((user(text),))
+        return replace(conversation, messages=(user(text),))
     head = [system(text)] if text else []
     if turns[0].role == "assistant":
         head.append(user(""))
-    return Conversation((*head, *turns))
+    return replace(conversation, messages=(*head, *turns))
 
 
 def with_instructions(conversation: Conversation, instructions: str) -> Conversation:
@@ -301,7 +352,7 @@ def with_instructions(conversation: Conversation, instructions: str) -> Conversa
     if messages[0].role == "system":
         texts.append(messages[0].text)
         messages = messages[1:]
-    return Conversation((system("\n\n".join(texts)), *messages))
+    return replace(conversation, messages=(system("\n\n".join(texts)), *messages))
 
 
 def answerable(conversation: Conversation) -> Conversation:
@@ -312,7 +363,7 @@ def answerable(conversation: Conversation) -> Conversation:
     plain = alternating(conversation)
     if plain.messages[-1].role != "assistant":
         return plain
-    return Conversation((*plain.messages, user("")))
+    return replace(plain, messages=(*plain.messages, user("")))
 
 
 # --- replies to continue -------------------------------------------------------------------------
@@ -412,16 +463,19 @@ def make_prompt(
     turns = messages[len(head) :]
 
     def render_without(dropped: int) -> list[int]:
-        return render_chat(Conversation((*head, *turns[dropped:])), tokenizer, field)
+        kept = replace(conversation, messages=(*head, *turns[dropped:]))
+        return render_chat(kept, tokenizer, field)
 
+    # A chat may begin with each message of the user; results of tools go with their question.
+    starts = [i for i, message in enumerate(turns) if message.role == "user"]
     dropped = 0
     if truncate:
-        newest = len(render_without(len(turns) - 1))
-        dropped = _dropped_turns(turns, newest, room, tokenizer)
+        newest = len(render_without(starts[-1]))
+        dropped = _dropped_turns(turns, starts, newest, room, tokenizer)
     prompt = render_without(dropped)
     # A template may merge the system message with the first turn, which makes the prompt longer.
-    while truncate and len(prompt) > room and dropped < len(turns) - 1:
-        dropped += 2
+    while truncate and len(prompt) > room and dropped < starts[-1]:
+        dropped = starts[starts.index(dropped) + 1]
         prompt = render_without(dropped)
     if len(prompt) + begun < context:
         return prompt, dropped
@@ -430,20 +484,25 @@ def make_prompt(
 
 def _dropped_turns(
     turns: tuple[Message, ...],
+    starts: Sequence[int],
     length: int,
     room: int,
     tokenizer: Tokenizer,
 ) -> int:
     """Return how many of the oldest turns to drop so that the prompt should fit into `room` tokens.
 
-    `length` is the token count of a prompt with only the system message, if any, and the last turn,
-    which are never dropped. Exchanges are rendered from the end, each once, and only until one does
-    not fit.
+    `starts` are the turns with which an exchange begins. `length` is the token count of a prompt
+    with only the system message, if any, and the last exchange, which are never dropped. Exchanges
+    are rendered from the end, each once, and only until one does not fit.
     """
-    dropped = len(turns) - 1
-    while dropped and length <= room:
-        exchange = Conversation(turns[dropped - 2 : dropped])
-        length += len(tokenizer.render(exchange).ids) - 1
-        if length <= room:
-            dropped -= 2
+    dropped = starts[-1]
+    for start in reversed(starts[:-1]):
+        exchange = Conversation(turns[start:dropped])
+        if exchange.needs_template:  # the opening of a reply makes up for the words after the calls
+            length += len(tokenizer.render_prompt(exchange))
+        else:
+            length += len(tokenizer.render(exchange).ids) - 1
+        if length > room:
+            break
+        dropped = start
     return dropped

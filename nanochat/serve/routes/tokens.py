@@ -15,12 +15,14 @@ from nanochat.serve.routes.fields import (
     read_fields,
     token_ids,
 )
+from nanochat.serve.routes.fitted import OPTIONS, fitted, read_options
 from nanochat.serve.routes.messages import (
     continues,
     read_conversation,
     render_chat,
     without_beginning,
 )
+from nanochat.serve.routes.tools import read_tools
 from nanochat.tokenizer import Tokenizer
 
 FIELDS = {
@@ -30,6 +32,9 @@ FIELDS = {
     "return_token_strs",
     "add_generation_prompt",
     "continue_final_message",
+    "tools",
+    "tool_choice",
+    *OPTIONS,
 }
 
 
@@ -46,7 +51,8 @@ def tokenize(
     fields = read_fields(value, FIELDS, {})
     continued = continues(fields)
     if fields.get("messages") is not None:
-        conversation = read_conversation(fields["messages"], continued=continued)
+        read = read_conversation(fields["messages"], continued)
+        conversation = fitted(read, read_tools(fields), read_options(fields), tokenizer)
         beginning: list[int] = []
         if continued:
             conversation, beginning = without_beginning(conversation, tokenizer)

@@ -9,13 +9,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanochat.serve.routes.fields import invalid, kind, schema_text
 from nanochat.serve.routes.formats import json_calls
 
-MOST_TOOLS = 64
+MOST_TOOLS = 128  # as many as OpenAI takes
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 TYPE = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 INSTRUCTIONS = (
@@ -30,11 +30,21 @@ INSTRUCTIONS = (
 class Tools:
     """The functions that a client offers."""
 
-    parameters: Mapping[str, Any]  # name -> JSON schema of the arguments
-    instructions: str  # what the model reads about the functions; empty if it may not call any
-    forced: tuple[str, ...]  # the reply must call one of these; empty if no call is required
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # schemas of arguments, by name
+    definitions: tuple[dict[str, Any], ...] = ()  # of functions that may be called, as OpenAI's
+    forced: tuple[str, ...] = ()  # the reply must call one of these; empty if no call is required
     # The types of the client's other tools, such as web_search, which this server does not have.
     skipped: tuple[str, ...] = ()
+
+    @property
+    def instructions(self) -> str:
+        """What a model reads whose template has no place for tools; empty without functions."""
+        if not self.definitions:
+            return ""
+        lines = [json.dumps(tool, ensure_ascii=False) for tool in self.definitions]
+        return INSTRUCTIONS.format(
+            tools="\n".join(lines), open=json_calls.OPEN, close=json_calls.CLOSE
+        )
 
     @property
     def schema(self) -> str | None:
@@ -59,7 +69,7 @@ class Tools:
         return {"X-Skipped-Tools": ", ".join(self.skipped)} if self.skipped else {}
 
 
-NONE = Tools({}, "", ())
+NONE = Tools()
 
 
 def _standalone(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -107,7 +117,7 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
     for function in functions:
         parameters[function["name"]] = function.get("parameters", {"type": "object"})
     choice = fields.get("tool_choice", "auto" if functions else "none")
-    no_tools = Tools({}, "", (), tuple(dict.fromkeys(skipped)))
+    no_tools = Tools(skipped=tuple(dict.fromkeys(skipped)))
     if choice == "none" or (choice == "auto" and not functions):
         return no_tools
     forced, callable_names = _chosen(choice, parameters)
@@ -116,19 +126,15 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
             "tool_choice needs tools: send a list of functions, or leave tool_choice out",
             "tool_choice",
         )
-    lines = []
-    for function in functions:
-        if function["name"] not in callable_names:
-            continue
-        tool = {"type": "function", "function": function}
-        lines.append(json.dumps(tool, ensure_ascii=False))
-    instructions = INSTRUCTIONS.format(
-        tools="\n".join(lines), open=json_calls.OPEN, close=json_calls.CLOSE
-    )
+    definitions = [
+        {"type": "function", "function": function}
+        for function in functions
+        if function["name"] in callable_names
+    ]
     return replace(
         no_tools,
         parameters={name: parameters[name] for name in callable_names},
-        instructions=instructions,
+        definitions=tuple(definitions),
         forced=forced,
     )
 
@@ -222,15 +228,15 @@ def _function(item: dict[str, Any], name: str) -> dict[str, Any]:
 # --- messages of earlier turns -------------------------------------------------------------------
 
 
-def written_calls(calls: Any, name: str) -> str:
-    """Return the tool calls of an assistant message as text in the form that models write.
+def read_calls(calls: Any, name: str) -> list[dict[str, Any]]:
+    """Return the tool calls of an assistant message, with the arguments decoded.
 
-    Raises ApiError (400) if `calls` is not a list of calls whose names and arguments are texts. The
-    arguments need not be valid JSON.
+    Arguments that are no JSON object stay a text. Raises ApiError (400) if `calls` is not a list of
+    calls whose names and arguments are texts.
     """
     if not isinstance(calls, list):
         raise invalid(f"{name} must be a list of calls, got {kind(calls)}", name)
-    texts = []
+    read = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         fields = function if isinstance(function, dict) else {}
@@ -239,10 +245,14 @@ def written_calls(calls: Any, name: str) -> str:
         if not isinstance(function_name, str) or not isinstance(arguments, str):
             form = "{id, type: function, function: {name, arguments}}"
             raise invalid(f"{name}[{i}] must be a call: {form}", f"{name}[{i}]")
-        texts.append(json_calls.written(function_name, arguments))
-    return "".join(texts)
-
-
-def written_result(text: str) -> str:
-    """Return the result of a tool call in the form that models read."""
-    return f"<tool_response>{text}</tool_response>"
+        decoded = json_calls.decoded(arguments)
+        if not decoded and arguments.strip() != "{}":
+            decoded = arguments
+        read_call = {
+            "type": "function",
+            "function": {"name": function_name, "arguments": decoded},
+        }
+        if isinstance(call.get("id"), str):
+            read_call["id"] = call["id"]
+        read.append(read_call)
+    return read

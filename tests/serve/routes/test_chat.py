@@ -247,7 +247,7 @@ def test_a_field_that_is_misspelt_or_not_supported_is_named():
         ([{"role": ["user"], "content": "x"}], "invalid_value", "messages[0].role"),
         ([{"role": "user"}], "invalid_value", "messages[0].content"),
         ([{"role": "user", "content": " \n"}], "empty_prompt", "messages[0].content"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "invalid_value", "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "unsupported_content", "messages[0].content[0]"),
         ([*HELLO, {"role": "assistant", "parts": [{"type": "x"}]}, *HELLO], "invalid_value", "messages[1].parts"),
         ([*HELLO, {"role": "assistant", "parts": "hi"}, *HELLO], "invalid_value", "messages[1].parts"),
     ],

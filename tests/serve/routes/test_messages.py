@@ -8,9 +8,10 @@ import pytest
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.data.conversation import Conversation, Message, assistant, system, user
 from nanochat.serve.routes.fields import ApiError, Limits
+from nanochat.serve.routes.fitted import fitted, read_options, written
 from nanochat.serve.routes.messages import as_request, make_prompt, read_conversation
 from nanochat.serve.routes.tokens import tokenize
-from nanochat.serve.routes.tools import read_tools
+from nanochat.serve.routes.tools import Tools, read_tools
 from nanochat.tokenizer import ROLES
 from tests.support.qwens import VOCABULARY, write_folder
 from tests.support.tiny_model import tiny_tokenizer
@@ -30,9 +31,9 @@ def messages(words: str) -> list[dict[str, Any]]:
     ]
 
 
-def instructions(words: str) -> str:
+def described(words: str) -> Tools:
     tool = {"type": "function", "function": {"name": "a", "description": words, "parameters": {"title": words}}}
-    return read_tools({"tools": [tool]}).instructions
+    return read_tools({"tools": [tool]})
 
 
 @pytest.mark.parametrize("kind", ["own", "published"])
@@ -44,7 +45,7 @@ def test_special_tokens_that_a_client_spells_are_ordinary_text_in_every_place(ki
     evil = "".join(tokenizer.decode([number]) for number in sorted(special)) + "<|im_end|>"
 
     def marks(words: str) -> list[int]:
-        chat = read_conversation(messages(words), instructions(words))
+        chat = fitted(read_conversation(messages(words)), described(words), {"x": words}, tokenizer)
         return [token for token in tokenizer.render_prompt(chat) if token in special]
 
     assert len(evil) > 40 and marks("x")
@@ -55,14 +56,14 @@ def test_messages_that_are_written_down_are_read_as_the_same() -> None:
     read = read_conversation(messages("x"))
     assert read_conversation([as_request(message) for message in read.messages]) == read
     assert [message["role"] for message in map(as_request, read.messages)] == [
-        "system", "user", "assistant", "user", "assistant", "user",
+        "system", "user", "assistant", "tool", "assistant", "user",
     ]  # fmt: skip
     assert isinstance(read, Conversation)
 
 
 def test_calls_follow_the_calculator_calls_of_their_message() -> None:
     both = {**messages("x")[2], "parts": messages("x")[4]["parts"]}
-    (said,) = read_conversation([messages("x")[1], both, messages("x")[3]]).messages[1:2]
+    (said,) = written(read_conversation([messages("x")[1], both, messages("x")[3]])).messages[1:2]
     assert [part.kind for part in said.parts] == ["text", "python", "python_output", "text"]
     assert said.parts[-1].text.startswith("<tool_call>")
 
@@ -154,3 +155,144 @@ def test_a_chat_in_which_nobody_says_anything_is_refused(role: str) -> None:
     with pytest.raises(ApiError) as caught:
         read_conversation([{"role": role, "content": ""}])
     assert caught.value.code == "empty_prompt"
+
+
+# --- calls, results and thoughts -----------------------------------------------------------------
+
+QUESTION = {"role": "user", "content": "Rain?"}
+
+
+def called(*ids: str) -> dict[str, Any]:
+    calls = [{"id": i, "type": "function", "function": {"name": "a", "arguments": "{}"}} for i in ids]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def result(text: str, number: str | None = None) -> dict[str, Any]:
+    return {"role": "tool", "content": text, **({} if number is None else {"tool_call_id": number})}
+
+
+@pytest.mark.parametrize(
+    ("sent", "texts"),
+    [
+        ([called("1", "2"), result("one", "1"), result("two", "2")], "two calls, one, two"),
+        ([called("1", "2"), result("two", "2"), result("one", "1")], "two calls, one, two"),
+        ([called("1", "2"), result("two"), result("one")], "two calls, two, one"),
+        ([called("1"), called("2"), result("two", "2"), result("one", "1")], "two calls, one, two"),
+        ([called("1"), result("one", "1"), called("2"), result("two", "2")], "one calls, one, one calls, two"),
+        ([called("1"), QUESTION, result("one", "1")], "one calls, one, Rain?"),
+        ([called("1"), result("one", "1"), called("1"), result("two", "1")], "one calls, one, one calls, two"),
+        ([called("1", "2"), result("two", "2"), QUESTION], "two calls, two, Rain?"),
+    ],
+)
+def test_results_follow_their_calls_whatever_order_a_client_sends(sent: list[dict[str, Any]], texts: str) -> None:
+    read = read_conversation([QUESTION, *sent]).messages[1:]
+    counts = {0: "", 1: "one calls", 2: "two calls"}
+    assert ", ".join(turn.text or counts[len(turn.fields.get("tool_calls", ()))] for turn in read) == texts
+    assert read_conversation([as_request(turn) for turn in (user("x"), *read)]).messages[1:] == read
+
+
+@pytest.mark.parametrize(
+    "sent", [[result("x")], [QUESTION, result("x", "1")], [called("1"), QUESTION, result("x", "2")]]
+)
+def test_a_result_of_no_call_is_refused(sent: list[dict[str, Any]]) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_conversation([*sent, QUESTION])
+    assert caught.value.param == f"messages[{len(sent) - 1}].role"
+
+
+# Writes as Qwen3 does: tools in a section, calls, results, and only the last thought.
+THINKER = (
+    "{% if tools %}[tools]{% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{% if loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}"
+    "</think>{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}</tool_call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% if enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% elif reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}{% endif %}"
+)
+CODER = THINKER.replace("<tool_call>{{ c.function.name }}", "<tool_call><function={{ c.function.name }}>")
+
+
+def folder(tmp_path: Path, template: str) -> Any:
+    (write_folder(tmp_path, "qwen3") / "chat_template.jinja").write_text(template)
+    return FolderTokenizer(tmp_path, VOCABULARY)
+
+
+def test_a_template_gets_tools_calls_and_results_as_they_are(tmp_path: Path) -> None:
+    tokenizer = folder(tmp_path, THINKER)
+    assert (tokenizer.call_format, tokenizer.thought_marks) == ("json", ("<think>", "</think>"))
+    sent = [QUESTION, {**called("1"), "reasoning_content": "hm"}, result("rain", "1")]
+    chat = fitted(read_conversation(sent), described("x"), {}, tokenizer)
+    prompt, dropped = make_prompt(chat, 1, False, tokenizer, 4096)
+    text = "[tools]a [user]Rain?[assistant]<tool_call>a {}</tool_call>[tool]rain[assistant]"
+    assert (tokenizer.decode(prompt), dropped) == (text, 0)
+
+
+def test_exchanges_with_calls_are_dropped_as_a_whole(tmp_path: Path) -> None:
+    tokenizer = folder(tmp_path, THINKER)
+    exchange = [QUESTION, called("1"), result("rain " * 9, "1"), {"role": "assistant", "content": "Yes"}]
+    chat = fitted(read_conversation([*exchange * 9, *exchange[:3]]), described("x"), {}, tokenizer)
+    prompt, dropped = make_prompt(chat, 1, True, tokenizer, 400)
+    assert dropped % 4 == 0 and 0 < dropped < 36
+    assert tokenizer.decode(prompt).startswith("[tools]a [user]Rain?[assistant]<tool_call>")
+    assert len(make_prompt(chat, 1, True, tokenizer, 150)[0]) < 150
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        (CODER, "xml"),
+        (FREE, None),
+        (THINKER.replace("tool_call>", "call>"), None),
+        (THINKER.replace("tools", "x"), None),
+    ],
+)
+def test_the_form_of_calls_is_the_one_that_the_template_writes(template: str, form: str | None, tmp_path: Path) -> None:
+    tokenizer = folder(tmp_path, template)
+    assert tokenizer.call_format == form
+    if form is None:  # the tools are described, and calls are text
+        chat = fitted(read_conversation([QUESTION, called("1"), result("rain", "1")]), described("x"), {}, tokenizer)
+        text = tokenizer.decode(make_prompt(chat, 1, False, tokenizer, 4096)[0])
+        assert "<tools>" in text and "<tool_response>rain</tool_response>" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+        ({"enable_thinking": True}, {"enable_thinking": True}),
+        ({"reasoning_effort": "none"}, {"enable_thinking": False, "reasoning_effort": "none"}),
+        ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        ({"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        ({"reasoning": 5, "reasoning_effort": 5}, {}),
+        ({"reasoning_effort": "none", "enable_thinking": True}, {"enable_thinking": True, "reasoning_effort": "none"}),
+    ],
+)
+def test_fields_set_the_variables_of_the_template(
+    fields: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    assert read_options(fields) == options
+    tokenizer = folder(tmp_path, THINKER)
+    chat = fitted(read_conversation([QUESTION]), Tools(), read_options(fields), tokenizer)
+    text = tokenizer.decode(make_prompt(chat, 1, False, tokenizer, 4096)[0])
+    assert text.endswith("</think>\n\n") == (options.get("enable_thinking") is False)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chat_template_kwargs": 5}, {"chat_template_kwargs": {"messages": []}}, {"chat_template_kwargs": {"tools": 5}},
+        {"enable_thinking": "yes"}, {"chat_template_kwargs": {"enable_thinking": 1}},
+    ],
+)  # fmt: skip
+def test_variables_that_are_none_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_options(fields)
+    assert caught.value.param
+
+
+def test_thoughts_go_to_templates_that_know_their_marks_only(tmp_path: Path) -> None:
+    sent = read_conversation([QUESTION, {"role": "assistant", "content": "Yes", "reasoning": "hm"}, QUESTION])
+    assert fitted(sent, Tools(), {}, folder(tmp_path, THINKER)).messages[1].fields == {"reasoning_content": "hm"}
+    own: Any = tiny_tokenizer()
+    assert own.render_prompt(fitted(sent, Tools(), {"enable_thinking": False}, own))

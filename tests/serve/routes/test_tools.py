@@ -39,7 +39,7 @@ def tools(choice: object = "auto") -> Tools:
 
 def test_model_reads_of_the_tools_it_may_call():
     assert "The weather of a city" in tools().instructions
-    assert tools("none") == read_tools({}) == Tools({}, "", ())
+    assert tools("none") == read_tools({}) == Tools()
     assert tools("required").forced == ("weather", "clock")
     assert tools({"type": "function", "function": {"name": "clock"}}).forced == ("clock",)
 
@@ -61,7 +61,7 @@ def test_tools_of_other_types_are_skipped_and_named():
     assert beside == replace(read_tools({"tools": [WEATHER]}), skipped=("web_search", "mcp", "custom"))
     assert beside.headers == {"X-Skipped-Tools": "web_search, mcp, custom"}
     for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
-        assert read_tools({"tools": others, **choice}) == Tools({}, "", (), ("web_search", "mcp"))
+        assert read_tools({"tools": others, **choice}) == Tools(skipped=("web_search", "mcp"))
     for choice in ("required", {"type": "web_search"}, {"type": "custom", "custom": {"name": "x"}}):
         with pytest.raises(ApiError, match="tool_choice"):
             read_tools({"tools": others, "tool_choice": choice})

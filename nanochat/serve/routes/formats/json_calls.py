@@ -83,7 +83,7 @@ class JsonCalls:
         content, mark, after = self._rest[len(OPEN) :].partition(CLOSE)
         if not mark and not last and (not beginning or beginning[0] == "{"):
             return False
-        call = _decoded(content)
+        call = decoded(content)
         name = call.get("name")
         arguments = call.get("arguments")
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
@@ -108,7 +108,7 @@ class JsonCalls:
             return False
         text = self._rest[self._property : end] if end >= 0 else ""
         closes = end >= 0 and self._rest[end] == "}"
-        values = _decoded(f"{{{text}}}")
+        values = decoded(f"{{{text}}}")
         is_blank = closes and not text.strip()
         if len(values) != 1 and not is_blank:
             if self._arguments == 0 and end >= 0:
@@ -194,7 +194,7 @@ def _without_brace(text: str) -> str:
     return text.lstrip().removeprefix("}") if text.lstrip().startswith("}") else text
 
 
-def _decoded(text: str) -> dict[str, Any]:
+def decoded(text: str) -> dict[str, Any]:
     """Return the JSON object in a text, or an empty one; line breaks in strings are no fault."""
     try:
         value = json.loads(text, strict=False)

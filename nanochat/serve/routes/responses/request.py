@@ -1,7 +1,7 @@
 """Reads POST /v1/responses: checks a request, which may continue a stored response."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from nanochat.serve.routes.fields import (
     truncates,
     upper_bound,
 )
+from nanochat.serve.routes.fitted import OPTIONS, fitted, read_options, written
 from nanochat.serve.routes.messages import (
     alternating,
     as_request,
@@ -56,6 +57,7 @@ FIELDS = {
     "previous_response_id",
     "include",
     *IGNORED_HERE,
+    *OPTIONS,
     *SAMPLED,
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -71,6 +73,8 @@ class ResponseRequest:
     conversation: Conversation  # without the instructions, which apply to one response only
     instructions: str
     repeated: Repeated
+    options: Mapping[str, Any]  # variables of the chat template
+    parallel: bool  # whether a reply may have several calls
     shelf: Shelf | None  # stores the response; None if it is not stored
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
@@ -80,7 +84,9 @@ class ResponseRequest:
         """
         settings = self.repeated.settings
         truncate = self.repeated.truncate
+        tools = self.repeated.tools
         conversation = with_instructions(self.conversation, self.instructions)
+        conversation = fitted(conversation, tools, self.options, tokenizer)
         prompt, dropped = make_prompt(
             conversation,
             settings.max_tokens,
@@ -90,11 +96,15 @@ class ResponseRequest:
             "input",
         )
 
-        form = form_of(prompt, self.repeated.tools, tokenizer)
+        form = form_of(prompt, tools, tokenizer, self.parallel)
 
         def store(message: dict[str, Any], body: dict[str, Any]) -> None:
             if self.shelf is not None:
-                messages = [as_request(message) for message in self._messages(dropped)]
+                # Turns are dropped as the model reads them: results may be the user's turns.
+                chat = self.conversation
+                if tokenizer.call_format is None:
+                    chat = written(chat)
+                messages = [as_request(message) for message in _without_oldest(chat, dropped)]
                 self.shelf.keep(body["id"], [*messages, message], body)
 
         def writer(number: str) -> ResponseWriter:
@@ -103,19 +113,19 @@ class ResponseRequest:
             )
 
         requests = settings.requests(prompt, limits.context)
-        return Work(requests, writer, headers=self.repeated.tools.headers)
+        return Work(requests, writer, headers=tools.headers)
 
-    def _messages(self, dropped: int) -> tuple[Message, ...]:
-        """Return the messages of the conversation without the `dropped` oldest turns.
 
-        This keeps a stored chat from growing without end.
-        """
-        conversation = self.conversation
-        if dropped:
-            conversation = alternating(conversation)
-        messages = conversation.messages
-        head = int(messages[0].role == "system")
-        return (*messages[:head], *messages[head + dropped :])
+def _without_oldest(conversation: Conversation, dropped: int) -> tuple[Message, ...]:
+    """Return the messages of a conversation without the `dropped` oldest turns.
+
+    This keeps a stored chat from growing without end.
+    """
+    if dropped:
+        conversation = alternating(conversation)
+    messages = conversation.messages
+    head = int(messages[0].role == "system")
+    return (*messages[:head], *messages[head + dropped :])
 
 
 def read_response(
@@ -132,7 +142,7 @@ def read_response(
     store = flag(value, "store", True)
     instructions = _text(fields, "instructions")
     previous = _text(fields, "previous_response_id")
-    flag(fields, "parallel_tool_calls")
+    parallel = flag(fields, "parallel_tool_calls", True)
     _check_include(fields.get("include", []))
     tools = read_tools(fields)
     max_tokens = upper_bound(fields, "max_output_tokens", limits.context)
@@ -143,7 +153,6 @@ def read_response(
     settings = read_settings(sampled, limits, defaults, max_tokens, schema=schema)
     earlier = [] if previous is None else shelf.messages(previous)
     conversation = read_input(fields.get("input"), earlier)
-    texts = [text for text in (tools.instructions, instructions) if text]
     repeated = Repeated(
         tools=tools,
         settings=settings,
@@ -153,7 +162,14 @@ def read_response(
         store=store,
         echoed={name: fields[name] for name in ECHOED if name in fields},
     )
-    return ResponseRequest(conversation, "\n\n".join(texts), repeated, shelf if store else None)
+    return ResponseRequest(
+        conversation,
+        instructions or "",
+        repeated,
+        read_options(fields),
+        parallel,
+        shelf if store else None,
+    )
 
 
 def _text(fields: dict[str, Any], name: str) -> str | None:
@@ -203,11 +219,16 @@ def read_input(items: Any, earlier: Sequence[dict[str, Any]]) -> Conversation:
         call_ids |= {call["id"] for call in message.get("tool_calls", ())}
     messages = []
     positions = []  # in `items`, for each of the messages
+    thought = ""  # of the reply that comes next
     for i, item in enumerate(items):
         if isinstance(item, dict):
             if item.get("type") == "reasoning":
-                continue  # thoughts of an earlier reply, which no model reads again
+                thought += _thought(item)
+                continue
             item = _message(item, f"input[{i}]", call_ids)
+            if thought and item.get("role") == "assistant":
+                item = {**item, "reasoning_content": thought}
+            thought = ""
         messages.append(item)
         positions.append(i)
     try:
@@ -216,6 +237,14 @@ def read_input(items: Any, earlier: Sequence[dict[str, Any]]) -> Conversation:
         text = _renamed(str(refusal), len(earlier), positions)
         param = refusal.param and _renamed(refusal.param, len(earlier), positions)
         raise ApiError(refusal.status, refusal.code, text, param) from None
+
+
+def _thought(item: dict[str, Any]) -> str:
+    """Return the text of a reasoning item; one without its content, or of another form, has none."""
+    content = item.get("content")
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _renamed(

@@ -17,7 +17,7 @@ WEATHER = {"type": "object", "properties": {"city": STRING, "days": NUMBER, "tag
 MAYBE = {
     "properties": {"a": {"type": ["string", "null"]}, "b": {"enum": [1, 2]}, "c": {"$ref": "#/x"}, "d": {"anyOf": 5}}
 }
-TOOLS = Tools({"weather": WEATHER, "clock": {"type": "object"}, "maybe": MAYBE}, "", ())
+TOOLS = Tools({"weather": WEATHER, "clock": {"type": "object"}, "maybe": MAYBE})
 THINK = Marks("<think>", "</think>")
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from nanochat.data.conversation import Conversation, Part, assistant, system, user
 from nanochat.serve.routes.fields import ApiError
+from nanochat.serve.routes.fitted import written
 from nanochat.serve.routes.responses.request import read_input
 
 QUESTION = {"role": "user", "content": "Rain?"}
@@ -32,13 +33,20 @@ def test_calls_join_what_was_said_before_them_and_results_are_the_users() -> Non
     parts = {**RESULT, "call_id": "c2", "output": [{"type": "input_text", "text": "dry"}]}
     items = [message("developer", "Be brief."), message("user", "Rain?"), message("assistant", "Let me see."), CALL,
              second, RESULT, parts, message("user", "So?")]  # fmt: skip
-    assert read_input(items, []).messages == (
+    assert written(read_input(items, [])).messages == (
         system("Be brief."), user("Rain?"), assistant(f"Let me see.{WRITTEN}{WRITTEN}"),
         user("<tool_response>rain</tool_response>\n<tool_response>dry</tool_response>\nSo?"),
     )  # fmt: skip
-    assert read_input([QUESTION, CALL, message("assistant", "Soon."), QUESTION], []).messages[1] == assistant(
-        f"{WRITTEN}Soon."
-    )
+    said = read_input([QUESTION, CALL, message("assistant", "Soon."), QUESTION], [])
+    assert written(said).messages[1] == assistant(f"Soon.{WRITTEN}")
+
+
+def test_a_thought_belongs_to_the_reply_after_it() -> None:
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    for items in ([QUESTION, thought, message("assistant", "Yes"), QUESTION], [QUESTION, thought, CALL, RESULT]):
+        assert read_input(items, []).messages[1].fields["reasoning_content"] == "hm"
+    bare = [QUESTION, {"type": "reasoning", "content": 5}, thought, QUESTION]
+    assert [turn.fields for turn in read_input(bare, []).messages] == [{}, {}]
 
 
 def test_calculator_calls_are_read_as_they_were_sent() -> None:
@@ -46,14 +54,14 @@ def test_calculator_calls_are_read_as_they_were_sent() -> None:
     said = {**message("assistant", "1776."), "parts": parts}
     calculated = (Part("python", "37*48"), Part("python_output", "1776"), "1776.")
     assert read_input([QUESTION, said, QUESTION], []).messages[1] == assistant(*calculated)
-    called = read_input([QUESTION, said, CALL, RESULT], []).messages[1]
+    called = written(read_input([QUESTION, said, CALL, RESULT], [])).messages[1]
     assert called == assistant(*calculated[:2], f"1776.{WRITTEN}")
 
 
 def test_a_result_may_belong_to_a_call_of_the_earlier_response() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     earlier = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    assert read_input([RESULT], earlier).messages[-1] == user("<tool_response>rain</tool_response>")
+    assert written(read_input([RESULT], earlier)).messages[-1] == user("<tool_response>rain</tool_response>")
     with pytest.raises(ApiError, match=r"input\[0\].call_id"):
         read_input([{**RESULT, "call_id": "c2"}], earlier)
 
