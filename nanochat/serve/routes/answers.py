@@ -24,6 +24,7 @@ from nanochat.generate.schema.grammar import TOO_COMPLEX
 from nanochat.serve.engine_thread import Displaced, EngineThread, Ticket
 from nanochat.serve.models import Metrics, Watch
 from nanochat.serve.routes.fields import ApiError
+from nanochat.serve.routes.reply import Form
 from nanochat.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -182,13 +183,15 @@ class Work(NamedTuple):
     """The engine requests of one HTTP request, and how to answer it.
 
     `writer` returns the writer of an answer from the answer's ID. `scores` is the most
-    log-probabilities that the answer may list, and `headers` are those of the response.
+    log-probabilities that the answer may list, `headers` are those of the response, and `form` says
+    how the model writes the reply to a chat.
     """
 
     requests: list[tuple[list[int], Sampling]]
     writer: Callable[[str], Writer]
     scores: int = 0
     headers: Mapping[str, str] = {}
+    form: Form = Form()
 
 
 def error(refusal: ApiError, path: str) -> JSONResponse:

@@ -151,7 +151,7 @@ class ApiError(Exception):
         default = "api_error" if self.status >= 500 else "invalid_request_error"
         types = ERROR_TYPES | ANTHROPIC_TYPES
         error = {"type": types.get(self.status, default), "message": str(self)}
-        return {"type": "error", "error": error}
+        return {"type": "error", "error": {**error, "details": {"error_code": self.code}}}
 
     def body_for(self, path: str) -> dict[str, Any]:
         """Return the body of the response, in the format of the route at `path`."""

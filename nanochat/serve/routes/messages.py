@@ -434,6 +434,21 @@ def render_chat(
         raise ApiError(400, "invalid_value", text, field) from None
 
 
+def chat_tokens(
+    conversation: Conversation,
+    continued: bool,
+    tokenizer: Tokenizer,
+) -> list[int]:
+    """Return the tokens of a whole chat, and of the beginning of the reply if it is `continued`.
+
+    Raises ApiError (400) if the template refuses the chat.
+    """
+    reply_start: list[int] = []
+    if continued:
+        conversation, reply_start = without_beginning(conversation, tokenizer)
+    return [*render_chat(conversation, tokenizer), *reply_start]
+
+
 def make_prompt(
     conversation: Conversation,
     max_tokens: int | None,

@@ -11,6 +11,7 @@ import pytest
 from nanochat.data.conversation import Part
 from nanochat.serve.routes.anthropic.request import read_messages
 from nanochat.serve.routes.fields import ApiError, Defaults, Limits
+from nanochat.serve.routes.fitted import written
 from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, running
 from tests.support.served import Served, serving
 
@@ -37,7 +38,7 @@ def asked(question: str = "hello", **fields: Any) -> dict[str, Any]:
 def read(**fields: Any) -> Any:
     """The conversation that a request asks about, as (role, text) pairs."""
     chat = read_messages({"max_tokens": 9, **fields}, Limits("m", 900, 500), Defaults(1.0, 0.0, 0, 20)).chat
-    return [(message.role, message.text) for message in chat.conversation.messages]
+    return [(message.role, message.text) for message in written(chat.conversation).messages]
 
 
 # --- answers -------------------------------------------------------------------------------------
@@ -274,9 +275,15 @@ def test_errors_have_anthropics_form(served: Served) -> None:
     for response, status, kind in cases:
         body = response.json()
         assert (response.status_code, body["type"], body["error"]["type"]) == (status, "error", kind)
-        assert set(body["error"]) == {"type", "message"}
+        assert set(body["error"]) == {"type", "message", "details"}
     assert "prompt is too long" in cases[0][0].text and "900 maximum" in cases[0][0].text
     assert (ApiError(503, "x", "").status_for(MESSAGES), ApiError(503, "x", "").status_for(CHAT)) == (529, 503)
+
+
+def test_a_thread_is_begun_and_never_continued(served: Served) -> None:
+    assert served.ok(MESSAGES, **asked(thread={"type": "create"}))["type"] == "message"
+    refused = served.post(MESSAGES, **asked(thread={"type": "continue", "previous_message_id": "msg_1"}))
+    assert (refused.status_code, refused.json()["error"]["details"]) == (404, {"error_code": "thread_not_found"})
 
 
 def test_a_failed_stream_ends_with_an_error_event() -> None:

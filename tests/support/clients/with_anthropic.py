@@ -5,7 +5,7 @@ import json
 import sys
 
 import anthropic
-import httpx
+import httpx2
 import litellm
 from forms import QUESTION, Cat
 
@@ -115,12 +115,12 @@ answers["models"] = [model.id for model in client.models.list()] == [model_name]
 tries = []
 
 
-async def count(response: httpx.Response) -> None:
+async def count(response: httpx2.Response) -> None:
     tries.append(response.status_code)
 
 
 async def batch() -> list[str]:
-    async with httpx.AsyncClient(event_hooks={"response": [count]}, timeout=60) as http:
+    async with httpx2.AsyncClient(event_hooks={"response": [count]}, timeout=60) as http:
         many = anthropic.AsyncAnthropic(base_url=url, api_key=KEY, max_retries=10, http_client=http)
         replies = await asyncio.gather(*(many.messages.create(**base) for _ in range(12)))
     return [reply.type for reply in replies]

@@ -26,8 +26,8 @@ from nanochat.serve.routes.fields import (
     missing,
     read_fields,
 )
-from nanochat.serve.routes.messages import PromptTooLong, render_chat, without_beginning
-from nanochat.serve.routes.reply import form_of
+from nanochat.serve.routes.fitted import fitted
+from nanochat.serve.routes.messages import PromptTooLong, chat_tokens
 from nanochat.tokenizer import Tokenizer
 
 SAME = ("max_tokens", "temperature", "top_p", "top_k", "stream")  # as on the chat route
@@ -48,6 +48,7 @@ FIELDS = {
     "stop_sequences",
     "system",
     "thinking",
+    "thread",
     "tool_choice",
     "tools",
 }
@@ -70,7 +71,6 @@ class MessagesRequest:
     """A checked request to /v1/messages."""
 
     chat: ChatRequest
-    parallel: bool  # whether the reply may have several calls
     shows_thoughts: bool
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
@@ -84,13 +84,12 @@ class MessagesRequest:
             text = f"prompt is too long: {refusal.tokens} tokens > {limits.context} maximum"
             raise ApiError(400, refusal.code, text) from None
         prompt = work.requests[0][0]
-        form = form_of(prompt, self.chat.tools, tokenizer, self.parallel)
         writer = functools.partial(
             MessageWriter,
             model=limits.model,
             prompt_length=len(prompt),
             tokenizer=tokenizer,
-            form=form,
+            form=work.form,
             stream=self.chat.settings.stream,
             shows_thoughts=self.shows_thoughts,
         )
@@ -108,6 +107,7 @@ def read_messages(value: Any, limits: Limits, defaults: Defaults) -> MessagesReq
     body = {name: fields[name] for name in SAME if name in fields}
     if "stop_sequences" in fields:
         body["stop"] = fields["stop_sequences"]
+    _check_thread(fields)
     body |= _thinking(fields) | _output(fields) | _tools(fields)
     names: list[str] = []
     body["messages"] = Messages(names).read(fields)
@@ -119,7 +119,7 @@ def read_messages(value: Any, limits: Limits, defaults: Defaults) -> MessagesReq
         text = _renamed(str(refusal), names)
         raise ApiError(refusal.status, refusal.code, text, param) from None
     shows_thoughts = mapping(fields, "thinking").get("display") != "omitted"
-    return MessagesRequest(chat, body.get("parallel_tool_calls", True), shows_thoughts)
+    return MessagesRequest(chat, shows_thoughts)
 
 
 def count_tokens(value: Any, tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
@@ -130,12 +130,8 @@ def count_tokens(value: Any, tokenizer: Tokenizer, limits: Limits) -> dict[str, 
     if isinstance(value, Mapping):
         value = {**value, "max_tokens": 1}
     chat = read_messages(value, limits, Defaults(0.0, 0.0, 0, 1)).chat
-    conversation = chat.conversation
-    reply_start: list[int] = []
-    if chat.continued:
-        conversation, reply_start = without_beginning(conversation, tokenizer)
-    prompt = render_chat(conversation, tokenizer)
-    return {"input_tokens": len(prompt) + len(reply_start)}
+    conversation = fitted(chat.conversation, chat.tools, chat.options, tokenizer)
+    return {"input_tokens": len(chat_tokens(conversation, chat.continued, tokenizer))}
 
 
 def _renamed(text: str, names: Sequence[str]) -> str:
@@ -159,7 +155,17 @@ def _thinking(fields: Mapping[str, Any]) -> dict[str, Any]:
     if thinking.get("type") not in THINKING:
         raise invalid(f"thinking.type must be one of {', '.join(THINKING)}", "thinking.type")
     integer(thinking, "budget_tokens", 1, 2**31)
-    return {}
+    return {"enable_thinking": THINKING[thinking["type"]]}
+
+
+def _check_thread(fields: Mapping[str, Any]) -> None:
+    """Raise ApiError (404) for a request that continues a thread, since the server keeps none.
+
+    The client then sends the whole conversation, as it does when it begins a thread.
+    """
+    if mapping(fields, "thread").get("type", "create") != "create":
+        text = "this server keeps no threads: send the whole conversation"
+        raise ApiError(404, "thread_not_found", text, "thread")
 
 
 def _output(fields: Mapping[str, Any]) -> dict[str, Any]:
