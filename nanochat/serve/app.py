@@ -130,11 +130,11 @@ def _add_api(app: FastAPI, server: ChatServer) -> None:
     app.add_api_route("/v1/models", server.list_models)
     app.add_api_route("/v1/models/{name}", server.model)
     posts = {
-        "/v1/chat/completions": server.generating(read_chat),
+        "/v1/chat/completions": server.generating(read_chat, large=True),
         "/v1/completions": server.generating(read_completion),
         "/v1/responses": server.respond,
-        "/v1/messages": server.generating(read_messages),
-        "/v1/messages/count_tokens": server.encoding(count_tokens),
+        "/v1/messages": server.generating(read_messages, large=True),
+        "/v1/messages/count_tokens": server.encoding(count_tokens, large=True),
         "/tokenize": server.encoding(tokens.tokenize),
         "/detokenize": server.encoding(tokens.detokenize),
     }

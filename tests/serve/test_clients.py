@@ -130,5 +130,5 @@ def test_anthropic(busy_url: str, tmp_path: Path) -> None:
         "tried again": True,
         "litellm": True,
         "litellm call": "clock",
-        "litellm messages": True,
+        "litellm messages": "message",
     }

@@ -7,11 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanochat.data.conversation import Part
 from nanochat.serve.routes.anthropic.request import read_messages
 from nanochat.serve.routes.fields import ApiError, Defaults, Limits
 from nanochat.serve.routes.fitted import written
+from nanochat.serve.server import BODY_BYTES, LARGE_BYTES
 from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, running
 from tests.support.served import Served, serving
 
@@ -304,3 +306,33 @@ def test_either_header_may_carry_the_key() -> None:
             response = httpx.post(url + MESSAGES, json=asked(), headers=headers, timeout=60)
             assert response.status_code == status
         assert response.json()["error"]["type"] == "authentication_error"
+
+
+# --- large bodies --------------------------------------------------------------------------------
+
+
+def test_a_body_of_eight_megabytes_is_read_and_refused_as_a_prompt(served: Served) -> None:
+    large = asked("the cat sat. " * 600_000)
+    refused = served.post(MESSAGES, **large)
+    assert (refused.status_code, refused.json()["error"]["details"]["error_code"]) == (400, "context_length_exceeded")
+    assert served.post(CHAT, **large).json()["error"]["code"] == "context_length_exceeded"
+    assert served.ok(COUNT, messages=large["messages"])["input_tokens"] > 600_000
+    too_large = served.post(MESSAGES, **asked("x" * LARGE_BYTES))
+    assert (too_large.status_code, too_large.json()["error"]["type"]) == (413, "request_too_large")
+    assert served.post("/tokenize", prompt="x" * BODY_BYTES).status_code == 413
+
+
+@pytest.mark.parametrize(("host", "api_key", "status"), [("192.0.2.1", "", 413), ("192.0.2.1", "k", 200)])
+def test_large_bodies_are_for_this_machine_and_the_key(host: str, api_key: str, status: int) -> None:
+    """The part of the body that makes it large is a record of the client."""
+
+    def elsewhere(app: ASGIApp) -> ASGIApp:
+        async def call(scope: Scope, receive: Receive, send: Send) -> None:
+            await app({**scope, "client": (host, 1)} if scope["type"] == "http" else scope, receive, send)
+
+        return call
+
+    with running(FakeEngine(REPLIES), settings=replace(SETTINGS, api_key=api_key), wrap=elsewhere) as url:
+        body = asked(metadata={"record": "x" * (1 << 20)})
+        response = httpx.post(url + MESSAGES, json=body, headers={"x-api-key": api_key}, timeout=60)
+    assert response.status_code == status

@@ -27,7 +27,7 @@ from nanochat.serve.routes.fields import (
     read_fields,
 )
 from nanochat.serve.routes.fitted import fitted
-from nanochat.serve.routes.messages import PromptTooLong, chat_tokens
+from nanochat.serve.routes.messages import PromptTooLong, chat_tokens, is_large, least_tokens
 from nanochat.tokenizer import Tokenizer
 
 SAME = ("max_tokens", "temperature", "top_p", "top_k", "stream")  # as on the chat route
@@ -125,12 +125,15 @@ def read_messages(value: Any, limits: Limits, defaults: Defaults) -> MessagesReq
 def count_tokens(value: Any, tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
     """Return the answer to /v1/messages/count_tokens, a dict with the length of the prompt.
 
-    The prompt may be longer than the context. Raises ApiError (400) for an invalid body.
+    The prompt may be longer than the context. A large one is not rendered, and its length is that
+    of its texts. Raises ApiError (400) for an invalid body.
     """
     if isinstance(value, Mapping):
         value = {**value, "max_tokens": 1}
     chat = read_messages(value, limits, Defaults(0.0, 0.0, 0, 1)).chat
     conversation = fitted(chat.conversation, chat.tools, chat.options, tokenizer)
+    if is_large(conversation):
+        return {"input_tokens": least_tokens(conversation, tokenizer)}
     return {"input_tokens": len(chat_tokens(conversation, chat.continued, tokenizer))}
 
 
