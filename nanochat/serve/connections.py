@@ -54,8 +54,8 @@ class Caps:
     leave: float = 2
     connections: int = 1024
     per_address: int = 512  # a proxy in front of this server is one address
-    # Of all incomplete requests together: three of the largest bodies.
-    unfinished_bytes: int = 24 << 20
+    # Of all incomplete requests together: two of the largest bodies.
+    unfinished_bytes: int = 16 << 20
     # Answers whose clients do not read them; each may be as long as the context.
     unread: int = 64
 

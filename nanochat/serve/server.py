@@ -36,7 +36,7 @@ Route = Callable[[Request], Awaitable[Response]]
 BODY_BYTES = 256 * 1024  # largest body of a request
 LARGE_BYTES = 8 << 20  # largest body of a chat from this machine or with the key
 # Larger bodies than BODY_BYTES that may wait to be checked. Each may take 8 MB.
-LARGE_WAITING = 4
+LARGE_WAITING = 2
 # Values and keys of one body together. An object with one value takes up to 240 bytes.
 MOST_VALUES = 1 << 18
 # The escape sequence of a surrogate pair or of half of one in JSON text. No other sequence matches,
