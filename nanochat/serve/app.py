@@ -19,6 +19,7 @@ from nanochat.serve.listening import App, Guard
 from nanochat.serve.models import Loadable
 from nanochat.serve.routes import tokens
 from nanochat.serve.routes.answers import error
+from nanochat.serve.routes.anthropic.request import count_tokens, read_messages
 from nanochat.serve.routes.chat import read_chat
 from nanochat.serve.routes.completions import read_completion
 from nanochat.serve.routes.fields import ApiError
@@ -137,9 +138,11 @@ def _add_api(app: FastAPI, server: ChatServer) -> None:
     app.add_api_route("/v1/models", server.list_models)
     app.add_api_route("/v1/models/{name}", server.model)
     posts = {
-        "/v1/chat/completions": server.generating(read_chat),
+        "/v1/chat/completions": server.generating(read_chat, large=True),
         "/v1/completions": server.generating(read_completion),
         "/v1/responses": server.respond,
+        "/v1/messages": server.generating(read_messages, large=True),
+        "/v1/messages/count_tokens": server.encoding(count_tokens, large=True),
         "/tokenize": server.encoding(tokens.tokenize),
         "/detokenize": server.encoding(tokens.detokenize),
     }
@@ -188,14 +191,15 @@ def create_runs_app(
 def _application(
     lifespan: Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]],
 ) -> FastAPI:
-    """Return an application without routes, which answers errors with OpenAI's error JSON."""
+    """Return an application without routes, which answers errors in the format of their route."""
 
     async def refused(request: Request, failure: Exception) -> Response:
         if isinstance(failure, ApiError):
             # The traceback refers to the request and to the error itself, so that only a garbage
             # collection would free them.
             failure.__traceback__ = None
-        return error(_refusal(failure, request.url.path))
+        path = request.url.path
+        return error(_refusal(failure, path), path)
 
     async def left(_: Request, failure: Exception) -> Response:
         return Response()  # nobody reads it

@@ -27,7 +27,9 @@ from nanochat.common import tr, warn
 from nanochat.serve.routes.fields import ApiError
 
 HEADER_BYTES = 16 * 1024  # a browser with many cookies sends a few kilobytes
-BODY_PIECES = 1024  # chunks or packets of one body: 256 kB in packets of 1,460 bytes are 180
+# Chunks or packets that one body may have, and how many bytes allow one more: packets hold 1,460.
+BODY_PIECES = 1024
+PIECE_BYTES = 512
 # How much of a refused body a client may still send, so that it gets to read the answer.
 SWALLOWED_BYTES = 1 << 20
 # The kernel's buffer for each direction, which by default grows to some megabytes if a client does
@@ -52,7 +54,7 @@ class Caps:
     leave: float = 2
     connections: int = 1024
     per_address: int = 512  # a proxy in front of this server is one address
-    # Of all incomplete requests together: 64 of the largest bodies.
+    # Of all incomplete requests together: two of the largest bodies.
     unfinished_bytes: int = 16 << 20
     # Answers whose clients do not read them; each may be as long as the context.
     unread: int = 64
@@ -188,13 +190,14 @@ class Requests(h11.Connection):
     """Parses HTTP requests, and refuses three kinds that h11 accepts.
 
     Programs disagree on how to read a request with both Content-Length and Transfer-Encoding. A
-    body in more than BODY_PIECES pieces costs too much work: up to a thousand times that of a body
-    in one piece. Headers of more than HEADER_BYTES pass h11 if they arrive in one read.
+    body in more than BODY_PIECES small pieces costs too much work: up to a thousand times that of a
+    body in one piece. Headers of more than HEADER_BYTES pass h11 if they arrive in one read.
     """
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, HEADER_BYTES)
         self._pieces = 0
+        self._bytes = 0
 
     def next_event(self) -> Any:
         """Return h11's next event.
@@ -204,6 +207,7 @@ class Requests(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._pieces = 0
+            self._bytes = 0
             size = len(event.target) + sum(len(name) + len(value) for name, value in event.headers)
             if size > HEADER_BYTES:
                 raise h11.RemoteProtocolError(f"headers may have at most {HEADER_BYTES:,} bytes")
@@ -214,9 +218,10 @@ class Requests(h11.Connection):
                 )
         elif isinstance(event, h11.Data):
             self._pieces += 1
-            if self._pieces > BODY_PIECES:
+            self._bytes += len(event.data)
+            if self._pieces > BODY_PIECES + self._bytes // PIECE_BYTES:
                 raise h11.RemoteProtocolError(
-                    f"a body may come in at most {BODY_PIECES:,} pieces: send larger ones"
+                    "the pieces of the body are too small: send larger ones"
                 )
         return event
 
@@ -421,15 +426,17 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json.dumps(refusal.body).encode()
+            path = self.scope["path"] if self.scope else ""
+            body = json.dumps(refusal.body_for(path)).encode()
             headers = [
                 ("content-type", "application/json"),
                 ("connection", "close"),
                 ("content-length", str(len(body))),
                 *refusal.headers.items(),
             ]
-            reason = STATUS_PHRASES[refusal.status]
-            head = h11.Response(status_code=refusal.status, headers=headers, reason=reason)
+            status = refusal.status_for(path)
+            reason = STATUS_PHRASES[status]
+            head = h11.Response(status_code=status, headers=headers, reason=reason)
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self._close_politely()

@@ -104,8 +104,9 @@ class Guard:
         if self._key is None or not needs_key(scope["path"]):
             return True
         scheme, _, key = _header(scope, b"authorization").partition(b" ")
-        same = hmac.compare_digest(digest(key.strip()), self._key)
-        return same and scheme.lower() == b"bearer"
+        has_token = hmac.compare_digest(digest(key.strip()), self._key)
+        has_key = hmac.compare_digest(digest(_header(scope, b"x-api-key")), self._key)
+        return has_key or (has_token and scheme.lower() == b"bearer")
 
     async def __call__(
         self,
@@ -128,15 +129,16 @@ class Guard:
                 "this server does not answer to this Host name: to allow it, start the server with "
                 "--allowed_hosts NAME"
             )
-            await error(ApiError(403, "host_not_allowed", text))(scope, receive, guarded)
+            refusal = ApiError(403, "host_not_allowed", text)
+            await error(refusal, scope["path"])(scope, receive, guarded)
         elif not self._authorized(scope):
             text = (
-                "this server needs its key: send the header Authorization: Bearer KEY, with the "
-                "key of --api_key"
+                "this server needs its key: send the header Authorization: Bearer KEY or x-api-key: "
+                "KEY, with the key of --api_key"
             )
-            refusal = error(ApiError(401, "invalid_api_key", text))
-            refusal.headers["WWW-Authenticate"] = "Bearer"
-            await refusal(scope, receive, guarded)
+            response = error(ApiError(401, "invalid_api_key", text), scope["path"])
+            response.headers["WWW-Authenticate"] = "Bearer"
+            await response(scope, receive, guarded)
         else:
             own_language.set("en")  # programs read what the API answers
             await self.app(scope, receive, guarded)

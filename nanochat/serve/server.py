@@ -1,7 +1,9 @@
 """Answers the routes: checks request bodies one at a time, and submits requests to the engines."""
 
 import asyncio
+import contextlib
 import functools
+import ipaddress
 import json
 import math
 import re
@@ -32,11 +34,17 @@ from nanochat.tokenizer import Tokenizer
 T = TypeVar("T")
 Route = Callable[[Request], Awaitable[Response]]
 BODY_BYTES = 256 * 1024  # largest body of a request
-# An escape sequence in JSON text: a surrogate pair, half of one, or any other.
+LARGE_BYTES = 8 << 20  # largest body of a chat from this machine or with the key
+# Larger bodies than BODY_BYTES that may wait to be checked. Each may take 8 MB.
+LARGE_WAITING = 2
+# Values and keys of one body together. An object with one value takes up to 240 bytes.
+MOST_VALUES = 1 << 18
+# The escape sequence of a surrogate pair or of half of one in JSON text. No other sequence matches,
+# since each match takes memory.
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 ESCAPE = re.compile(
-    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-    r"|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
-    re.DOTALL,
+    r"(?<!\\)(?P<before>(?:\\\\)*)\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    r"|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2}))"
 )
 
 
@@ -93,6 +101,9 @@ class ChatServer:
         self.turns = Turns(settings.preparing)
         # The turns need no more than one thread, and each thread takes memory.
         self.preparing = ThreadPoolExecutor(1, "prepare", own_language.set, ("en",))
+        # Large bodies have a queue and a thread of their own, so that no other body waits for one.
+        self.large_turns = Turns(LARGE_WAITING)
+        self.preparing_large = ThreadPoolExecutor(1, "prepare-large", own_language.set, ("en",))
         self.schema_turns = Turns(settings.preparing)
         # A new schema may take seconds.
         self.schemas = ThreadPoolExecutor(1, "schemas", own_language.set, ("en",))
@@ -138,11 +149,18 @@ class ChatServer:
 
     # --- routes that read a body -----------------------------------------------------------------
 
-    def encoding(self, work: Callable[[Any, Tokenizer, Limits], dict[str, Any]]) -> Route:
-        """Return a route that answers with the dict that `work` makes of a decoded body."""
+    def encoding(
+        self,
+        work: Callable[[Any, Tokenizer, Limits], dict[str, Any]],
+        large: bool = False,
+    ) -> Route:
+        """Return a route that answers with the dict that `work` makes of a decoded body.
+
+        With `large`, trusted clients may send bodies of up to LARGE_BYTES.
+        """
 
         async def answer(request: Request) -> Response:
-            body = await read_body(request)
+            body = await read_body(request, self._most_bytes(request, large))
 
             def answer_body() -> dict[str, Any]:
                 value = decode_json(body)
@@ -157,13 +175,16 @@ class ChatServer:
 
         return answer
 
-    def generating(self, reader: ReadBody) -> Route:
-        """Return a route that checks a body with `reader` and answers it with the engine."""
+    def generating(self, reader: ReadBody, large: bool = False) -> Route:
+        """Return a route that checks a body with `reader` and answers it with the engine.
+
+        With `large`, trusted clients may send bodies of up to LARGE_BYTES.
+        """
 
         async def answer(request: Request) -> Response:
             start = time.monotonic()
             owner = _owner(request)
-            body = await read_body(request)
+            body = await read_body(request, self._most_bytes(request, large))
             preparation = self._prepare(body, reader, owner)
             prepared = await while_connected(request.receive, preparation)
             if prepared is None:
@@ -198,14 +219,29 @@ class ChatServer:
 
     # --- preparation -----------------------------------------------------------------------------
 
+    def _most_bytes(self, request: Request, large: bool) -> int:
+        """Return the largest body that a request may have.
+
+        With a key, no request gets here without it.
+        """
+        is_trusted = bool(self.settings.api_key) or _is_local(request)
+        return LARGE_BYTES if large and is_trusted else BODY_BYTES
+
+    def _queue_for(self, body: bytes) -> tuple[Turns, ThreadPoolExecutor]:
+        """Return the queue in which a body waits for its turn, and the thread that checks it."""
+        if len(body) > BODY_BYTES:
+            return self.large_turns, self.preparing_large
+        return self.turns, self.preparing
+
     async def _in_turn(self, owner: str, body: bytes, work: Callable[[], T]) -> T:
         """Run `work`, which handles a `body` from the address `owner`, in a thread.
 
         Returns the result. Raises ApiError (429) if the queue has no room for this body.
         """
+        turns, thread = self._queue_for(body)
         try:
-            async with self.turns.turn(owner, len(body)):
-                return await asyncio.get_running_loop().run_in_executor(self.preparing, work)
+            async with turns.turn(owner, len(body)):
+                return await asyncio.get_running_loop().run_in_executor(thread, work)
         except asyncio.QueueFull:
             raise _queue_full() from None
 
@@ -228,11 +264,12 @@ class ChatServer:
             model = self.models.of_body(value)
             return model, reader(value, model.limits, model.defaults)
 
+        turns, thread = self._queue_for(body)
         try:
-            async with self.turns.turn(owner, len(body)):
-                model, request = await loop.run_in_executor(self.preparing, check)
+            async with turns.turn(owner, len(body)):
+                model, request = await loop.run_in_executor(thread, check)
                 self._check_place(model, owner)
-                work = await loop.run_in_executor(self.preparing, _work, request, model)
+                work = await loop.run_in_executor(thread, _work, request, model)
                 schema = work.requests[0][1].schema
                 if schema is None:
                     return self._submitted(model, work, owner, None)
@@ -275,13 +312,21 @@ class ChatServer:
 
     def close(self) -> None:
         """Stop preparing bodies."""
-        for executor in (self.preparing, self.schemas):
+        for executor in (self.preparing, self.preparing_large, self.schemas):
             executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _owner(request: Request) -> str:
     """Return the address that a request counts for."""
     return neighbour(request.client.host if request.client else "")
+
+
+def _is_local(request: Request) -> bool:
+    """Return whether a request comes from this machine."""
+    host = request.client.host if request.client else ""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
 
 
 def _queue_full() -> ApiError:
@@ -322,10 +367,10 @@ def _automaton(schema: str, model: Hosted) -> HasSize | None:
 # --- bodies --------------------------------------------------------------------------------------
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, most_bytes: int = BODY_BYTES) -> bytes:
     """Return the body of a request.
 
-    Raises ApiError: 413 if it is larger than BODY_BYTES (256 KiB), and 415 if its Content-Type is
+    Raises ApiError: 413 if it is larger than `most_bytes`, and 415 if its Content-Type is
     not JSON. The type matters because a browser lets any website post plain text to this server,
     but not JSON.
     """
@@ -334,13 +379,13 @@ async def read_body(request: Request) -> bytes:
         raise ApiError(415, "unsupported_media_type", "Content-Type must be application/json")
     body = bytearray()
     announced = int(request.headers.get("content-length", 0))
-    if announced <= BODY_BYTES:
+    if announced <= most_bytes:
         async for piece in request.stream():
             body += piece
-            if len(body) > BODY_BYTES:
+            if len(body) > most_bytes:
                 break
-    if max(announced, len(body)) > BODY_BYTES:
-        text = f"the body must not be larger than {BODY_BYTES:,} bytes: send a shorter chat"
+    if max(announced, len(body)) > most_bytes:
+        text = f"the body must not be larger than {most_bytes:,} bytes: send a shorter chat"
         raise ApiError(413, "body_too_large", text)
     return bytes(body)
 
@@ -349,11 +394,16 @@ def decode_json(body: bytes) -> Any:
     """Return the JSON value of a body, with U+FFFD in place of each unpaired surrogate.
 
     UTF-8, in which answers are sent, cannot encode such a surrogate. Raises ApiError (400) if the
-    body is not valid JSON in UTF-8, or if it contains NaN, Infinity or a float such as 1e999.
+    body is not valid JSON in UTF-8, if it contains NaN, Infinity or a float such as 1e999, or if it
+    has too many values.
     """
+    if len(body) > BODY_BYTES:
+        _check_values(body)
     try:
-        # Some routes send texts of the request back, which would fail for an unpaired surrogate.
-        text = ESCAPE.sub(_without_half, body.decode("utf-8-sig"))
+        text = body.decode("utf-8-sig")
+        if SURROGATE.search(text):
+            # Some routes send texts of the request back, which would fail for half a pair.
+            text = ESCAPE.sub(_without_half, text)
         return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
         raise ApiError(400, "invalid_json", "the body is not valid JSON in UTF-8") from None
@@ -361,7 +411,23 @@ def decode_json(body: bytes) -> Any:
 
 def _without_half(escape: re.Match[str]) -> str:
     """Return a matched escape sequence, or that of U+FFFD for an unpaired surrogate."""
-    return r"\ufffd" if escape["half"] else escape[0]
+    return rf"{escape['before']}\ufffd" if escape["half"] else escape[0]
+
+
+def _check_values(body: bytes) -> None:
+    """Raise ApiError (400) if a large body has more than MOST_VALUES values and keys.
+
+    They are counted before the body is decoded, because in Python a value of two bytes takes up to
+    a hundred times as much.
+    """
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    values = plain.count(b'"') // 2
+    if values <= MOST_VALUES:
+        outside = b"".join(plain.split(b'"')[::2])
+        values = sum(map(outside.count, (b",", b":", b"[", b"{")))
+    if values > MOST_VALUES:
+        text = f"a body may have at most {MOST_VALUES:,} values: send fewer, or longer texts"
+        raise ApiError(400, "too_many_values", text)
 
 
 def _finite(number: str) -> float:

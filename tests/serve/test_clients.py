@@ -1,4 +1,4 @@
-"""Libraries that speak OpenAI's format drive the server, unmodified, by the calls that their guides show.
+"""Libraries that speak OpenAI's or Anthropic's format drive the server, unmodified, by the calls that their guides show.
 
 They are in an environment of their own, .venv/clients, which setup_env.sh makes.
 """
@@ -38,6 +38,13 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with serving(length=3000, settings=replace(SETTINGS, api_key=KEY)) as served:
+        yield f"{served.url}/v1"
+
+
+@pytest.fixture
+def busy_url() -> Iterator[str]:
+    """A server that takes few requests at once."""
+    with serving(length=3000, settings=replace(SETTINGS, api_key=KEY, waiting=2)) as served:
         yield f"{served.url}/v1"
 
 
@@ -95,4 +102,33 @@ def test_instructor(url: str, tmp_path: Path) -> None:
         "JSON_SCHEMA": "Cat",
         "RESPONSES_TOOLS": "Cat",
         "JSON": "Guess",
+    }
+
+
+def test_anthropic(busy_url: str, tmp_path: Path) -> None:
+    found = answers(busy_url, "anthropic", tmp_path)
+    assert found.pop("message")[:2] == ["message", "assistant"]
+    assert found.pop("thinking") == ["text"]
+    delta = ["content_block_delta", "content_block_start", "content_block_stop"]
+    assert found.pop("events") == [*delta, "message_delta", "message_start", "message_stop"]  # not the pings
+    assert found == {
+        "streamed as whole": True,
+        "last event": "message_stop",
+        "usage": True,
+        "count": True,
+        "call": ["tool_use", "clock", True],
+        "after the call": "message",
+        "tool runner": "message",
+        "parsed": "Cat",
+        "too long": [400, "BadRequestError", "invalid_request_error"],
+        "image": [400, "BadRequestError", "invalid_request_error"],
+        "wrong key": [401, "AuthenticationError", "authentication_error"],
+        "no model": [404, "NotFoundError", "not_found_error"],
+        "token": "message",
+        "models": True,
+        "batch": True,
+        "tried again": True,
+        "litellm": True,
+        "litellm call": "clock",
+        "litellm messages": "message",
     }

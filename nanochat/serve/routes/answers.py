@@ -24,6 +24,7 @@ from nanochat.generate.schema.grammar import TOO_COMPLEX
 from nanochat.serve.engine_thread import Displaced, EngineThread, Ticket
 from nanochat.serve.models import Metrics, Watch
 from nanochat.serve.routes.fields import ApiError
+from nanochat.serve.routes.reply import Form
 from nanochat.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ class Choice:
         self.reused = 0  # tokens of the prompt that were not read again
         self.prompt_scores: tuple[Scored, ...] = ()
         self.finish: str | None = None
-        self._cut = False
+        self.stop_string: str | None = None  # the one that ended the reply
 
     def add(self, event: Event) -> list[Part]:
         """Process the reply's next event, and return the parts that can be shown now."""
@@ -86,7 +87,7 @@ class Choice:
         self.reused += event.reused
         self.prompt_scores = tuple(event.prompt_scores) or self.prompt_scores
         self.finish = event.finish
-        self._cut = isinstance(event.matched, str)
+        self.stop_string = event.matched if isinstance(event.matched, str) else None
         return parts
 
     def _score(self, event: Event) -> None:
@@ -109,7 +110,7 @@ class Choice:
         Tokens that a stop string cut off are left out.
         """
         ready = sum(position < self._shown for position, _ in self._pending)
-        if self.finish is not None and not self._cut:
+        if self.finish is not None and self.stop_string is None:
             ready = len(self._pending)
         scores = [score for _, score in self._pending[:ready]]
         self._pending = self._pending[ready:]
@@ -182,18 +183,20 @@ class Work(NamedTuple):
     """The engine requests of one HTTP request, and how to answer it.
 
     `writer` returns the writer of an answer from the answer's ID. `scores` is the most
-    log-probabilities that the answer may list, and `headers` are those of the response.
+    log-probabilities that the answer may list, `headers` are those of the response, and `form` says
+    how the model writes the reply to a chat.
     """
 
     requests: list[tuple[list[int], Sampling]]
     writer: Callable[[str], Writer]
     scores: int = 0
     headers: Mapping[str, str] = {}
+    form: Form = Form()
 
 
-def error(refusal: ApiError) -> JSONResponse:
-    """Return a refusal as an HTTP response with OpenAI's error JSON."""
-    return JSONResponse(refusal.body, refusal.status, refusal.headers)
+def error(refusal: ApiError, path: str) -> JSONResponse:
+    """Return a refusal of a request to `path` as an HTTP response, in the format of that path."""
+    return JSONResponse(refusal.body_for(path), refusal.status_for(path), refusal.headers)
 
 
 def event(value: Any, name: str | None = None) -> bytes:
@@ -297,7 +300,7 @@ class Answer(Response):
                 self.writer.add(news)
             response = JSONResponse(self.writer.body(), headers=self.extra_headers)
         except ApiError as failure:
-            response = error(failure)
+            response = error(failure, scope["path"])
         await response(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:

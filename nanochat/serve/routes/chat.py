@@ -124,7 +124,7 @@ class ChatRequest:
             envelope = Envelope(f"chatcmpl-{number}", created, limits.model, dropped)
             return ChatWriter(envelope, self, len(prompt), tokenizer, form)
 
-        return Work(requests, writer, scores, self.tools.headers)
+        return Work(requests, writer, scores, self.tools.headers, form)
 
 
 def read_chat(

@@ -23,6 +23,10 @@ from nanochat.generate.sampling import (
 )
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+# The routes of Anthropic's format, and its types of errors where they differ from OpenAI's.
+ANTHROPIC = "/v1/messages"
+ANTHROPIC_TYPES = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
+OVERLOADED = 529  # Anthropic's status in place of 503
 # Fields that change no answer here: records of the client, and wishes about speed, price and style
 # that OpenAI's own models honour.
 IGNORED = frozenset(
@@ -140,6 +144,23 @@ class ApiError(Exception):
             "code": self.code,
         }
         return {"error": error}
+
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The body of the response, a dict in Anthropic's format."""
+        default = "api_error" if self.status >= 500 else "invalid_request_error"
+        types = ERROR_TYPES | ANTHROPIC_TYPES
+        error = {"type": types.get(self.status, default), "message": str(self)}
+        return {"type": "error", "error": {**error, "details": {"error_code": self.code}}}
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """Return the body of the response, in the format of the route at `path`."""
+        return self.anthropic_body if path.startswith(ANTHROPIC) else self.body
+
+    def status_for(self, path: str) -> int:
+        """Return the status of the response, in the format of the route at `path`."""
+        overloaded = path.startswith(ANTHROPIC) and self.status == 503
+        return OVERLOADED if overloaded else self.status
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ A message may hold texts, calls of our calculator, and calls of a client's tools
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,11 @@ from nanochat.tokenizer import Tokenizer
 
 MOST_MESSAGES = 1000  # a chat of 500 questions; checking more would keep other clients waiting
 MOST_PARTS = 4000  # of all messages together
+# Characters of a chat that is counted in slices of so many characters before it is rendered, and
+# how many tokens the cuts between slices may add.
+LARGE_TEXT = 1 << 18
+SLICE = 1 << 15
+SLICE_TOKENS = 1024
 # The role that the model sees for a message, by the role that the client gives.
 SPEAKERS: dict[str, Role] = {
     "system": "system",
@@ -29,6 +35,19 @@ SPEAKERS: dict[str, Role] = {
 THOUGHTS = ("reasoning_content", "reasoning")
 # Types of parts that are text. The last two belong to the responses format.
 TEXTS = ("text", "input_text", "output_text")
+
+
+class PromptTooLong(ApiError):
+    """A refusal (400) of a prompt of `tokens` tokens that leaves no room for an answer."""
+
+    def __init__(self, tokens: int, context: int, field: str):
+        """Create the error about `field`; the model's context holds `context` tokens."""
+        text = (
+            f"the model's context holds {context} tokens; the messages have {tokens}, which leaves "
+            'no room for an answer: shorten the chat, or send "truncation": "auto"'
+        )
+        super().__init__(400, "context_length_exceeded", text, field)
+        self.tokens = tokens
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -421,6 +440,21 @@ def render_chat(
         raise ApiError(400, "invalid_value", text, field) from None
 
 
+def chat_tokens(
+    conversation: Conversation,
+    continued: bool,
+    tokenizer: Tokenizer,
+) -> list[int]:
+    """Return the tokens of a whole chat, and of the beginning of the reply if it is `continued`.
+
+    Raises ApiError (400) if the template refuses the chat.
+    """
+    reply_start: list[int] = []
+    if continued:
+        conversation, reply_start = without_beginning(conversation, tokenizer)
+    return [*render_chat(conversation, tokenizer), *reply_start]
+
+
 def make_prompt(
     conversation: Conversation,
     max_tokens: int | None,
@@ -435,8 +469,13 @@ def make_prompt(
     The prompt leaves room in the context for one token, and for the `begun` tokens with which the
     reply begins. Turns, as counted after answerable(), are dropped only with `truncate`: as many as
     it takes to make room for `max_tokens` tokens or, if these are a whole context, for half of one.
-    Raises ApiError (400) about `field` if the prompt does not fit or cannot be rendered.
+    Raises ApiError (400) about `field` if the prompt does not fit or cannot be rendered. A chat of
+    more than LARGE_TEXT characters must fit as it is, and is only encoded as far as the context.
     """
+    if is_large(conversation):
+        tokens = least_tokens(conversation, tokenizer, context)
+        if tokens > context:
+            raise PromptTooLong(tokens, context, field)
     reply_length = 1
     if truncate and max_tokens:
         reply_length = max_tokens if max_tokens < context else max(1, context // 2)
@@ -466,11 +505,40 @@ def make_prompt(
         prompt = render_without(dropped)
     if len(prompt) + begun < context:
         return prompt, dropped
-    text = (
-        f"the model's context holds {context} tokens; the messages have {len(prompt) + begun}, "
-        'which leaves no room for an answer: shorten the chat, or send "truncation": "auto"'
-    )
-    raise ApiError(400, "context_length_exceeded", text, field)
+    raise PromptTooLong(len(prompt) + begun, context, field)
+
+
+def _texts(conversation: Conversation) -> Iterator[str]:
+    """Return what a template writes of a chat, tools and calls as JSON."""
+    if conversation.options:
+        yield json.dumps(dict(conversation.options), ensure_ascii=False)
+    for message in conversation.messages:
+        yield from (part.text for part in message.parts)
+        if message.fields:
+            yield json.dumps(dict(message.fields), ensure_ascii=False)
+
+
+def is_large(conversation: Conversation) -> bool:
+    """Return whether a chat has more than LARGE_TEXT characters."""
+    return sum(map(len, _texts(conversation))) > LARGE_TEXT
+
+
+def least_tokens(
+    conversation: Conversation,
+    tokenizer: Tokenizer,
+    enough: float = math.inf,
+) -> int:
+    """Return about how many tokens the texts of a large chat have, without a template's own.
+
+    They are encoded slice by slice, which takes little memory, until there are more than `enough`.
+    """
+    tokens = 0
+    for text in _texts(conversation):
+        for start in range(0, len(text), SLICE):
+            tokens += len(tokenizer.encode(text[start : start + SLICE]))
+            if tokens > enough + SLICE_TOKENS:
+                return tokens
+    return tokens
 
 
 def _dropped_turns(

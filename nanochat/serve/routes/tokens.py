@@ -17,10 +17,9 @@ from nanochat.serve.routes.fields import (
 )
 from nanochat.serve.routes.fitted import OPTIONS, fitted, read_options
 from nanochat.serve.routes.messages import (
+    chat_tokens,
     continues,
     read_conversation,
-    render_chat,
-    without_beginning,
 )
 from nanochat.serve.routes.tools import read_tools
 from nanochat.tokenizer import Tokenizer
@@ -53,10 +52,7 @@ def tokenize(
     if fields.get("messages") is not None:
         read = read_conversation(fields["messages"], continued)
         conversation = fitted(read, read_tools(fields), read_options(fields), tokenizer)
-        beginning: list[int] = []
-        if continued:
-            conversation, beginning = without_beginning(conversation, tokenizer)
-        tokens = [*render_chat(conversation, tokenizer), *beginning]
+        tokens = chat_tokens(conversation, continued, tokenizer)
     else:
         tokens = _text_tokens(fields, tokenizer)
     texts = None

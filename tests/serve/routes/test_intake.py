@@ -1,6 +1,7 @@
 """Taking requests in: bodies, turns by size, and prompts that fit the context."""
 
 import asyncio
+import json
 import random
 from typing import Any
 
@@ -9,8 +10,8 @@ from fastapi import Request
 
 from nanochat.data.conversation import Conversation, Message, assistant, system, user
 from nanochat.serve.routes.fields import ApiError
-from nanochat.serve.routes.messages import make_prompt
-from nanochat.serve.server import BODY_BYTES, decode_json, read_body
+from nanochat.serve.routes.messages import SLICE, PromptTooLong, make_prompt
+from nanochat.serve.server import BODY_BYTES, LARGE_BYTES, decode_json, read_body
 from nanochat.serve.waiting import MOST_ADDRESSES, FairQueue, Turn, Turns
 from tests.support.fake_engine import ByteTokenizer
 from tests.support.tiny_model import tiny_tokenizer
@@ -51,6 +52,27 @@ def test_json_that_is_none_is_refused() -> None:
     for body in (b"", b"[" * 100_000, b"\xff", b"1" * 5000):
         with pytest.raises(ApiError, match="not valid JSON"):
             decode_json(body)
+
+
+@pytest.mark.parametrize("piece", [b'{"":0},', b"[],", b'"",', b"0,"])
+def test_a_large_body_of_many_values_is_refused_before_it_is_decoded(piece: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        decode_json(b"[" + piece * (LARGE_BYTES // len(piece)) + b"0]")
+    assert caught.value.code == "too_many_values"
+
+
+def test_marks_in_the_texts_of_a_large_body_do_not_count() -> None:
+    texts = ['[1, {2: "3"}]', "\\", '\\"', "\n,:[{" * 100_000]
+    assert decode_json(json.dumps({"a": texts}).encode()) == {"a": texts}
+
+
+def test_large_chat_is_refused_without_encoding_all_of_it() -> None:
+    tokenizer, encoded = ByteTokenizer(), []
+    plain = tokenizer.encode
+    tokenizer.encode = lambda text: encoded.append(len(text)) or plain(text)  # type: ignore[method-assign]
+    with pytest.raises(PromptTooLong):
+        make_prompt(Conversation((user("x" * (8 << 20)),)), None, True, tokenizer, 5000)  # type: ignore[arg-type]
+    assert sum(encoded) <= 2 * SLICE
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
