@@ -19,15 +19,17 @@ import random
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanochat.common import UserError, appendix, required_appendix, tr
 from nanochat.generate.adapters import Adapters
 from nanochat.generate.adjust import History, adjuster
+from nanochat.generate.drafts import Drafts
 from nanochat.generate.graphs import DecodeGraphs
 from nanochat.generate.passes import Passes
 from nanochat.generate.reply import (
@@ -59,7 +61,7 @@ class Engine:
     compilation). `spare_slots` adds slots to the cache in which finished chats wait for their next
     turn, as they also do in any free slot. `adapters` are the adapters that requests may name.
     `graphs` is the platform of a device that can capture graphs; decoding passes are then replayed
-    as one launch each where possible.
+    as one launch each where possible. `drafts` guesses tokens, so that one pass checks several.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Engine:
         spare_slots: int = 0,
         adapters: Adapters | None = None,
         graphs: Platform | None = None,
+        drafts: Drafts | None = None,
     ):
         context = model.config.sequence_len
         if tokenizer.vocab_size != model.config.vocab_size:
@@ -113,6 +116,7 @@ class Engine:
         self._adapters = adapters
         self.graphs = None if graphs is None else DecodeGraphs(model, cache, graphs, adapters)
         self._passes = Passes(model, cache, self.length, pad, adapters, self.graphs)
+        self.drafts = drafts
         self._waiting: deque[Request] = deque()
         self._suspended: dict[int, Request] = {}  # by number
         self._next_request = 0
@@ -146,10 +150,15 @@ class Engine:
         """The number of forward passes so far."""
         return self._passes.count
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling) -> int:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        generator: random.Random | None = None,
+    ) -> int:
         """Queue a prompt, and return the ID of its request.
 
-        Raises UserError if the prompt is empty or leaves no room for a reply, if a token is not in
+        `generator` replaces the random numbers of the settings' seed. Raises UserError if the prompt is empty or leaves no room for a reply, if a token is not in
         the vocabulary, if the adapter is unknown, or if the schema is refused. A request that is
         accepted here makes no later step fail.
         """
@@ -159,7 +168,7 @@ class Engine:
             tokens=list(prompt),
             prompt_length=len(prompt),
             sampling=sampling,
-            random=random.Random(sampling.seed),
+            random=generator or random.Random(sampling.seed),
             calls=Calls(self.tokenizer),
         )
         if sampling.schema is not None:
@@ -429,7 +438,8 @@ class Engine:
     def _decode(self) -> list[Event]:
         """Feed one pending token of every ready request, and return the resulting events.
 
-        The next token of a request is sampled once no forced token is pending.
+        The next token of a request is sampled once no forced token is pending. With drafts, all
+        pending tokens and guessed ones are fed.
         """
         ready = self._slots.ready()
         if not ready:
@@ -445,19 +455,76 @@ class Engine:
             for slot, request in enumerate(requests)
             if request.grammar is not None and slot not in masks
         ]
-        logits = self._passes.decode(self._slots.requests, ready, without_mask)
+        chunks = None
+        if self.drafts is not None:
+            room = self.length - max(request.cached for request in requests)
+            chunks = self.drafts.chunks(requests, room)
+        if chunks is not None:
+            events = self._check(requests, chunks)
+        else:
+            logits = self._passes.decode(self._slots.requests, ready, without_mask)
+            events = self._advance(requests, logits, masks, without_mask)
+        ended = {event.request for event in events if event.finish}
+        for slot in reversed(range(ready)):
+            if requests[slot].number in ended:
+                self._slots.leave(slot)
+        return events
+
+    def _check(self, requests: Sequence[Request], chunks: list[list[int]]) -> list[Event]:
+        """Feed pending and guessed tokens, and return the events up to the first wrong guess.
+
+        chunks[i] are the tokens for requests[i]. What a row was fed after a wrong guess is taken
+        back.
+        """
+        states = self._slots.states(len(requests))
+        logits = self._passes.check(self._slots.requests, chunks)
+        before = [request.cached for request in requests]
+        lengths = [len(request.tokens) for request in requests]
+        events: list[Event] = []
+        rows = list(range(len(requests)))
+        column = 0
+        while rows:
+            advanced = [requests[row] for row in rows]
+            events += self._advance(advanced, logits[rows, column])
+            column += 1
+            ended = {event.request for event in events if event.finish}
+            rows = [
+                row
+                for row in rows
+                if requests[row].number not in ended
+                and requests[row].tokens[before[row] + column] == next(iter(chunks[row][column:]), -1)
+            ]
+        for row, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
+            pending = lengths[row] - before[row]
+            right = request.cached - before[row] - pending
+            assert self.drafts is not None
+            self.drafts.note(request, len(chunk) - pending, right)
+            self._slots.take_back(row, before[row], len(chunk), states)
+        return events
+
+    def _advance(
+        self,
+        requests: Sequence[Request],
+        logits: Tensor,  # (B, V)
+        masks: Mapping[int, bytes] | None = None,
+        without_mask: Sequence[int] = (),
+    ) -> list[Event]:
+        """Count a fed token of each request, and sample the next ones from the logits.
+
+        Rows in `without_mask` stay as they are; masks are by row.
+        """
         # Draw random numbers only for requests that sample; if a forced token follows, the choice
         # is dropped.
         sampled = [
-            slot not in without_mask and request.cached + 1 == len(request.tokens)
-            for slot, request in enumerate(requests)
+            row not in without_mask and request.cached + 1 == len(request.tokens)
+            for row, request in enumerate(requests)
         ]
         uniforms = [
             uniform(request.random) if samples else 0.0
             for request, samples in zip(requests, sampled, strict=True)
         ]
         histories = [request.history for request in requests]
-        adjust = adjuster(histories, masks) if masks or any(histories) else None
+        adjust = adjuster(histories, masks or {}) if masks or any(histories) else None
         choice = choose(
             logits,
             [request.sampling for request in requests],
@@ -467,18 +534,12 @@ class Engine:
             self.model.log_totals,
         )
         events: list[Event] = []
-        leaving: list[int] = []
-        for slot, request in enumerate(requests):
-            if slot in without_mask:
+        for row, request in enumerate(requests):
+            if row in without_mask:
                 continue
             request.cached += 1
-            if not sampled[slot]:
-                continue  # the next step feeds a forced token
-            events += self._accept(request, choice, slot)
-            if events[-1].finish:
-                leaving.append(slot)
-        for slot in reversed(leaving):
-            self._slots.leave(slot)
+            if sampled[row]:  # otherwise, the next step feeds a forced token
+                events += self._accept(request, choice, row)
         return events
 
     # --- tokens and endings ----------------------------------------------------------------------

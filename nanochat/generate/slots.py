@@ -335,6 +335,28 @@ class Slots:
             while len(request.saved_states) > MAX_SAVED_STATES:
                 request.saved_states.pop(next(iter(request.saved_states)))
 
+    # --- guessed tokens --------------------------------------------------------------------------
+
+    def states(self, count: int) -> list[Tensor]:
+        """Return what take_back() needs of the first `count` slots, before they are fed guesses."""
+        return [] if self.cache.cuts_anywhere else self.cache.copy_states(slice(0, count))
+
+    def take_back(self, slot: int, before: int, fed: int, states: list[Tensor]) -> None:
+        """Drop the guesses from a slot that held `before` tokens and was fed `fed` more.
+
+        Only as many as the request counts stay. If the states cannot be cut, all fed tokens are
+        dropped, and those that stay in the reply are fed again.
+        """
+        request = self.requests[slot]
+        assert request is not None
+        if request.cached == before + fed:
+            return
+        if self.cache.cuts_anywhere:
+            self.cache.cut(slot, request.cached, request.tokens[request.cached - 1])
+            return
+        self.cache.restore(slice(slot, slot + 1), [state[slot : slot + 1] for state in states])
+        request.cached = before
+
     def _drop(self, slot: int) -> None:
         """Empty a slot."""
         self.requests[slot] = None
