@@ -492,7 +492,8 @@ class Engine:
                 row
                 for row in rows
                 if requests[row].number not in ended
-                and requests[row].tokens[before[row] + column] == next(iter(chunks[row][column:]), -1)
+                and requests[row].tokens[before[row] + column]
+                == next(iter(chunks[row][column:]), -1)
             ]
         for row, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
             pending = lengths[row] - before[row]

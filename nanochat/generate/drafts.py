@@ -16,11 +16,14 @@ from nanochat.common import UserError, tr
 from nanochat.generate.slots import Request
 from nanochat.tokenizer import Tokenizer
 
-# Tokens of one reply in a pass with drafts; few, so that few shapes are compiled. A longer pass
-# follows one in which every guess was right.
+# Tokens of one reply in a pass with guesses. There are only two lengths, so that few shapes are
+# compiled: the longer one follows when every guess of STREAK passes was right.
 SHORT = 4
 LONG = 8
-MOST_ROWS = 2  # with more replies in a pass, checking guesses takes longer than it saves
+STREAK = 2
+# Tokens of all replies in a pass. Checking more takes longer than it saves, so that with three
+# replies at once nothing is guessed.
+MOST_TOKENS = 8
 MOST_PAUSE = 32  # passes without guesses, after guesses that were all wrong
 NGRAMS = (3, 2)  # the lengths of word sequences that are looked up, the longest first
 READ_AHEAD = 512  # tokens of prompts that the smaller model reads between two passes
@@ -38,7 +41,7 @@ class Guesser(Protocol):
 class Record:
     """How well the guesses for one reply were."""
 
-    columns: int = SHORT  # tokens of the reply in the next pass with guesses
+    streak: int = 0  # how many passes in a row had only right guesses
     pause: int = 0  # how many passes are still to run without guesses
     next_pause: int = 1  # how many after the next guesses that are all wrong
 
@@ -57,22 +60,23 @@ class Drafts:
 
         `room` is how many tokens the cache can take in every row.
         """
-        if len(requests) > MOST_ROWS or any(request.grammar for request in requests):
+        most = min(MOST_TOKENS // len(requests), room)
+        if most < min(SHORT, room) or any(request.grammar for request in requests):
             return None
         pending = [request.tokens[request.cached :] for request in requests]
         counts = []
         for request, tokens in zip(requests, pending, strict=True):
             record = self._records.setdefault(request, Record())
+            columns = min(LONG if record.streak >= STREAK else SHORT, most)
             left = request.sampling.max_tokens - request.generated - 1
-            counts.append(max(0, min(record.columns - len(tokens), room - len(tokens), left)))
-            if record.pause:
-                record.pause -= 1
-                counts[-1] = 0
+            count = max(0, min(columns - len(tokens), left))
+            counts.append(0 if record.pause else count)
+            record.pause = max(0, record.pause - 1)
         guesses = self._guesser.guess(requests, counts) if any(counts) else [[] for _ in requests]
         if not any(guesses) and max(map(len, pending)) == 1:
             return None
         pairs = zip(pending, guesses, strict=True)
-        return [[*tokens, *guess][: min(LONG, room)] for tokens, guess in pairs]
+        return [[*tokens, *guess][:most] for tokens, guess in pairs]
 
     def note(self, request: Request, guessed: int, right: int) -> None:
         """Count how many of the tokens guessed for a request were right, and adapt to it."""
@@ -81,7 +85,7 @@ class Drafts:
         self.guessed += guessed
         self.right += right
         record = self._records[request]
-        record.columns = LONG if right == guessed else SHORT
+        record.streak = record.streak + 1 if right == guessed else 0
         if right:
             record.next_pause = 1
         else:

@@ -73,7 +73,7 @@ def assert_same(got: Completion, expected: Completion) -> None:
 @pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("pad", [False, True])
 def test_replies_are_those_without_drafts(model, monkeypatch, recurrent, slots, right, pad):
-    monkeypatch.setattr(drafts, "MOST_ROWS", 3)
+    monkeypatch.setattr(drafts, "MOST_TOKENS", 16)
     tested: Any = Recurrent(TOKENIZER, LENGTH) if recurrent else model
     expected = [replies_of(Engine(tested, TOKENIZER, slots=1), [case])[0] for case in cases()]
     prophet = Prophet({len(case[0]): reply.tokens for case, reply in zip(cases(), expected, strict=True)}, right)
