@@ -146,6 +146,11 @@ class Engine:
         return len(self._waiting)
 
     @property
+    def cuts_anywhere(self) -> bool:
+        """Whether the cache can be shortened to any length; states of DeltaNets cannot be."""
+        return self._slots.cache.cuts_anywhere
+
+    @property
     def passes(self) -> int:
         """The number of forward passes so far."""
         return self._passes.count
@@ -158,9 +163,10 @@ class Engine:
     ) -> int:
         """Queue a prompt, and return the ID of its request.
 
-        `generator` replaces the random numbers of the settings' seed. Raises UserError if the prompt is empty or leaves no room for a reply, if a token is not in
-        the vocabulary, if the adapter is unknown, or if the schema is refused. A request that is
-        accepted here makes no later step fail.
+        `generator` gives the random numbers instead of the settings' seed. Raises UserError if the
+        prompt is empty or leaves no room for a reply, if a token is not in the vocabulary, if the
+        adapter is unknown, or if the schema is refused. A request that is accepted here makes no
+        later step fail.
         """
         self.check(prompt, sampling)
         request = Request(

@@ -23,7 +23,6 @@ from bench.serve import model
 from nanochat import device
 from nanochat.common import log, run
 from nanochat.engine import Engine
-from nanochat.generate import drafts
 from nanochat.generate.drafts import Drafts
 from nanochat.generate.sampling import Sampling
 from nanochat.generate.slots import Request

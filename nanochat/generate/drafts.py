@@ -24,6 +24,7 @@ STREAK = 2
 # Tokens of all replies in a pass. Checking more takes longer than it saves, so that with three
 # replies at once nothing is guessed.
 MOST_TOKENS = 8
+DRAFTED_CHATS = MOST_TOKENS // SHORT
 MOST_PAUSE = 32  # passes without guesses, after guesses that were all wrong
 NGRAMS = (3, 2)  # the lengths of word sequences that are looked up, the longest first
 READ_AHEAD = 512  # tokens of prompts that the smaller model reads between two passes

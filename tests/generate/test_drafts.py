@@ -88,6 +88,27 @@ def test_replies_are_those_without_drafts(model, monkeypatch, recurrent, slots, 
         assert_same(again, replies_of(Engine(tested, TOKENIZER, slots=1), [(prompt, SETTINGS[0])])[0])
 
 
+@pytest.mark.parametrize("right", [0.7, 1.0])
+def test_calculator_answers_are_those_without_drafts(model, right):
+    mark = TOKENIZER.special
+    likely = [mark("python_start"), mark("python_end"), *TOKENIZER.encode("1 2 3 + *")]
+    sampling = Sampling(1.0, None, max_tokens=80, ignore_eos=True, logit_bias=tuple((t, 9.0) for t in set(likely)))
+    prompt = words(20, 12)
+    (expected,) = Engine(model, TOKENIZER, slots=1).generate([prompt], sampling)
+    assert sum(expected.forced) > 10
+    drafts_of = Drafts(Prophet({20: expected.tokens}, right))
+    assert_same(Engine(model, TOKENIZER, slots=1, drafts=drafts_of).generate([prompt], sampling)[0], expected)
+    assert drafts_of.right > 10
+
+
+def test_a_reply_with_a_schema_is_the_one_without_drafts(model):
+    sampling = Sampling(1.0, None, max_tokens=40, schema='{"enum": ["the cat", "the mat"]}')
+    prompt = words(20, 13)
+    (expected,) = Engine(model, TOKENIZER, slots=1).generate([prompt], sampling)
+    engine = Engine(model, TOKENIZER, slots=1, drafts=Drafts(Prophet({20: expected.tokens}, 1.0)))
+    assert_same(engine.generate([prompt], sampling)[0], expected)
+
+
 def test_right_guesses_save_passes(model):
     prompt = words(30, 5)
     sampling = Sampling(0.0, max_tokens=60, ignore_eos=True)
