@@ -16,6 +16,7 @@ The life of a request:
 """
 
 import random
+import time
 import zlib
 from array import array
 from collections import deque
@@ -48,6 +49,7 @@ from nanochat.platforms.base import Platform
 from nanochat.tokenizer import Tokenizer
 
 CHUNK = 512  # most tokens of one prompt in a prefill pass
+FEWEST_TOKENS = 32  # of prompts that are read between two decoding passes, if these must not wait
 MOST_SAMPLES = 128  # most replies to one prompt that submit_samples() accepts
 
 
@@ -62,6 +64,8 @@ class Engine:
     turn, as they also do in any free slot. `adapters` are the adapters that requests may name.
     `graphs` is the platform of a device that can capture graphs; decoding passes are then replayed
     as one launch each where possible. `drafts` guesses tokens, so that one pass checks several.
+    `most_seconds` is how long a step may take while prompts are read beside running replies: fewer
+    prompt tokens are then read in a step, but at least 32.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Engine:
         adapters: Adapters | None = None,
         graphs: Platform | None = None,
         drafts: Drafts | None = None,
+        most_seconds: float | None = None,
     ):
         context = model.config.sequence_len
         if tokenizer.vocab_size != model.config.vocab_size:
@@ -117,6 +122,8 @@ class Engine:
         self.graphs = None if graphs is None else DecodeGraphs(model, cache, graphs, adapters)
         self._passes = Passes(model, cache, self.length, pad, adapters, self.graphs)
         self.drafts = drafts
+        self.most_seconds = most_seconds
+        self._shared_budget = prefill_tokens  # of a step with running replies
         self._waiting: deque[Request] = deque()
         self._suspended: dict[int, Request] = {}  # by number
         self._next_request = 0
@@ -341,8 +348,23 @@ class Engine:
         of each ready request.
         """
         self._admit()
-        self._prefill()
-        return self._decode()
+        start = time.perf_counter()
+        delays = self._slots.ready() > 0
+        budget = self._shared_budget if delays else self.prefill_tokens
+        prompts_read = self._prefill(budget)
+        events = self._decode()
+        if delays and prompts_read:
+            self._adapt_budget(time.perf_counter() - start)
+        return events
+
+    def _adapt_budget(self, seconds: float) -> None:
+        """Halve or double the prompt tokens of the next step, as the last one took so long."""
+        if self.most_seconds is None:
+            return
+        if seconds > self.most_seconds:
+            self._shared_budget = max(FEWEST_TOKENS, self._shared_budget // 2)
+        elif seconds < self.most_seconds / 4:
+            self._shared_budget = min(self.prefill_tokens, 2 * self._shared_budget)
 
     def _admit(self) -> None:
         """Give the free slots to the requests that have waited longest.
@@ -368,13 +390,16 @@ class Engine:
             self._slots.take(request)
             self.prompt_tokens_reused += request.reused
 
-    def _prefill(self) -> None:
-        """Read prompts, except their last tokens, in slot order, up to `prefill_tokens` tokens."""
-        budget = self.prefill_tokens
+    def _prefill(self, budget: int) -> bool:
+        """Read up to `budget` tokens of prompts in slot order, and return whether there were any.
+
+        The last token of a prompt is not read.
+        """
+        read_before = self.prompt_tokens_read
         while budget > 0:
             first = self._slots.ready()
             if first == self._slots.active:
-                return
+                break
             self._share(first)
             if not self._slots.running[first].prefilling:
                 continue
@@ -391,6 +416,7 @@ class Engine:
                 request.cached += len(chunk)
                 self._slots.save_states(slot)
             budget -= count * columns
+        return self.prompt_tokens_read > read_before
 
     def _share(self, slot: int) -> None:
         """Reuse the part of a request's prompt that other requests have read in the meantime."""
@@ -403,11 +429,14 @@ class Engine:
         """Return the last position at which the request's next chunk may end.
 
         The last token of a prompt is left to the first decoding pass. If the states of a slot
-        cannot be cut, they are saved every 256 tokens (STATE_INTERVAL), so a chunk ends there.
+        cannot be cut, they are saved every 256 tokens (STATE_INTERVAL), and where the prompt leaves
+        the common beginning with another one, so a chunk ends there.
         """
         end = request.prompt_length - 1
         if self._slots.cache.cuts_anywhere:
             return end
+        if request.cached < request.branch < end:
+            end = request.branch
         return min(end, (request.cached // STATE_INTERVAL + 1) * STATE_INTERVAL)
 
     def _prefill_shape(self, first: int, budget: int) -> tuple[int, int]:

@@ -54,6 +54,8 @@ CONTAINER_HOSTS = ("host.docker.internal", "host.containers.internal", "gateway.
 # A model with fewer updates, over all stages, has not learned its corpus. The model of the preset
 # smoke has 43.
 FEW_UPDATES = 100
+# How long a step may take in which prompts are read beside running replies.
+MOST_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -381,6 +383,7 @@ def loadable(
         adapters=adapters,
         graphs=chosen.captures,
         drafts=drafts,
+        most_seconds=MOST_SECONDS,
     )
     return Loadable(engine, loaded.tokenizer, announced), drawing
 

@@ -629,14 +629,15 @@ class CpuOperations(Operations):
         if kernels is None:
             return None
         factor = D**-0.5 if scale is None else scale
+        if T == 1:
+            return kernels.attend(q, k, v, cached_k, cached_v, positions, window, factor)
         if T < MANY_QUERIES:
+            columns = zip(*(x.split(1, dim=1) for x in (q, k, v, positions)), strict=True)
             ys = [
-                kernels.attend(*one_token, cached_k, cached_v, position, window, factor)
-                for *one_token, position in zip(
-                    *(x.split(1, dim=1) for x in (q, k, v, positions)), strict=True
-                )
+                kernels.attend(*token, cached_k, cached_v, position, window, factor)
+                for *token, position in columns
             ]
-            return ys[0] if T == 1 else torch.cat(ys, dim=1)
+            return torch.cat(ys, dim=1)
         if not _many(q, kernels):
             return None
         rows = torch.arange(B)[:, None]
