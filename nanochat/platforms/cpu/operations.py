@@ -632,11 +632,15 @@ class CpuOperations(Operations):
         if T == 1:
             return kernels.attend(q, k, v, cached_k, cached_v, positions, window, factor)
         if T < MANY_QUERIES:
-            columns = zip(*(x.split(1, dim=1) for x in (q, k, v, positions)), strict=True)
-            ys = [
-                kernels.attend(*token, cached_k, cached_v, position, window, factor)
-                for *token, position in columns
-            ]
+            ys = []
+            for t in range(T):
+                new_q, new_k, new_v = (x[:, t : t + 1] for x in (q, k, v))
+                position = positions[:, t : t + 1].contiguous()
+                ys.append(
+                    kernels.attend(
+                        new_q, new_k, new_v, cached_k, cached_v, position, window, factor
+                    )
+                )
             return torch.cat(ys, dim=1)
         if not _many(q, kernels):
             return None
