@@ -16,18 +16,21 @@ The life of a request:
 """
 
 import random
+import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanochat.common import UserError, appendix, required_appendix, tr
 from nanochat.generate.adapters import Adapters
 from nanochat.generate.adjust import History, adjuster
+from nanochat.generate.drafts import Drafts
 from nanochat.generate.graphs import DecodeGraphs
 from nanochat.generate.passes import Passes
 from nanochat.generate.reply import (
@@ -46,6 +49,7 @@ from nanochat.platforms.base import Platform
 from nanochat.tokenizer import Tokenizer
 
 CHUNK = 512  # most tokens of one prompt in a prefill pass
+FEWEST_TOKENS = 32  # of prompts that are read between two decoding passes, if these must not wait
 MOST_SAMPLES = 128  # most replies to one prompt that submit_samples() accepts
 
 
@@ -59,7 +63,9 @@ class Engine:
     compilation). `spare_slots` adds slots to the cache in which finished chats wait for their next
     turn, as they also do in any free slot. `adapters` are the adapters that requests may name.
     `graphs` is the platform of a device that can capture graphs; decoding passes are then replayed
-    as one launch each where possible.
+    as one launch each where possible. `drafts` guesses tokens, so that one pass checks several.
+    `most_seconds` is how long a step may take while prompts are read beside running replies: fewer
+    prompt tokens are then read in a step, but at least 32.
     """
 
     def __init__(
@@ -74,6 +80,8 @@ class Engine:
         spare_slots: int = 0,
         adapters: Adapters | None = None,
         graphs: Platform | None = None,
+        drafts: Drafts | None = None,
+        most_seconds: float | None = None,
     ):
         context = model.config.sequence_len
         if tokenizer.vocab_size != model.config.vocab_size:
@@ -113,6 +121,9 @@ class Engine:
         self._adapters = adapters
         self.graphs = None if graphs is None else DecodeGraphs(model, cache, graphs, adapters)
         self._passes = Passes(model, cache, self.length, pad, adapters, self.graphs)
+        self.drafts = drafts
+        self.most_seconds = most_seconds
+        self._shared_budget = prefill_tokens  # of a step with running replies
         self._waiting: deque[Request] = deque()
         self._suspended: dict[int, Request] = {}  # by number
         self._next_request = 0
@@ -142,16 +153,27 @@ class Engine:
         return len(self._waiting)
 
     @property
+    def cuts_anywhere(self) -> bool:
+        """Whether the cache can be shortened to any length; states of DeltaNets cannot be."""
+        return self._slots.cache.cuts_anywhere
+
+    @property
     def passes(self) -> int:
         """The number of forward passes so far."""
         return self._passes.count
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling) -> int:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        generator: random.Random | None = None,
+    ) -> int:
         """Queue a prompt, and return the ID of its request.
 
-        Raises UserError if the prompt is empty or leaves no room for a reply, if a token is not in
-        the vocabulary, if the adapter is unknown, or if the schema is refused. A request that is
-        accepted here makes no later step fail.
+        `generator` gives the random numbers instead of the settings' seed. Raises UserError if the
+        prompt is empty or leaves no room for a reply, if a token is not in the vocabulary, if the
+        adapter is unknown, or if the schema is refused. A request that is accepted here makes no
+        later step fail.
         """
         self.check(prompt, sampling)
         request = Request(
@@ -159,7 +181,7 @@ class Engine:
             tokens=list(prompt),
             prompt_length=len(prompt),
             sampling=sampling,
-            random=random.Random(sampling.seed),
+            random=generator or random.Random(sampling.seed),
             calls=Calls(self.tokenizer),
         )
         if sampling.schema is not None:
@@ -326,8 +348,23 @@ class Engine:
         of each ready request.
         """
         self._admit()
-        self._prefill()
-        return self._decode()
+        start = time.perf_counter()
+        delays = self._slots.ready() > 0
+        budget = self._shared_budget if delays else self.prefill_tokens
+        prompts_read = self._prefill(budget)
+        events = self._decode()
+        if delays and prompts_read:
+            self._adapt_budget(time.perf_counter() - start)
+        return events
+
+    def _adapt_budget(self, seconds: float) -> None:
+        """Halve or double the prompt tokens of the next step, as the last one took so long."""
+        if self.most_seconds is None:
+            return
+        if seconds > self.most_seconds:
+            self._shared_budget = max(FEWEST_TOKENS, self._shared_budget // 2)
+        elif seconds < self.most_seconds / 4:
+            self._shared_budget = min(self.prefill_tokens, 2 * self._shared_budget)
 
     def _admit(self) -> None:
         """Give the free slots to the requests that have waited longest.
@@ -353,13 +390,16 @@ class Engine:
             self._slots.take(request)
             self.prompt_tokens_reused += request.reused
 
-    def _prefill(self) -> None:
-        """Read prompts, except their last tokens, in slot order, up to `prefill_tokens` tokens."""
-        budget = self.prefill_tokens
+    def _prefill(self, budget: int) -> bool:
+        """Read up to `budget` tokens of prompts in slot order, and return whether there were any.
+
+        The last token of a prompt is not read.
+        """
+        read_before = self.prompt_tokens_read
         while budget > 0:
             first = self._slots.ready()
             if first == self._slots.active:
-                return
+                break
             self._share(first)
             if not self._slots.running[first].prefilling:
                 continue
@@ -376,6 +416,7 @@ class Engine:
                 request.cached += len(chunk)
                 self._slots.save_states(slot)
             budget -= count * columns
+        return self.prompt_tokens_read > read_before
 
     def _share(self, slot: int) -> None:
         """Reuse the part of a request's prompt that other requests have read in the meantime."""
@@ -388,11 +429,14 @@ class Engine:
         """Return the last position at which the request's next chunk may end.
 
         The last token of a prompt is left to the first decoding pass. If the states of a slot
-        cannot be cut, they are saved every 256 tokens (STATE_INTERVAL), so a chunk ends there.
+        cannot be cut, they are saved every 256 tokens (STATE_INTERVAL), and where the prompt leaves
+        the common beginning with another one, so a chunk ends there.
         """
         end = request.prompt_length - 1
         if self._slots.cache.cuts_anywhere:
             return end
+        if request.cached < request.branch < end:
+            end = request.branch
         return min(end, (request.cached // STATE_INTERVAL + 1) * STATE_INTERVAL)
 
     def _prefill_shape(self, first: int, budget: int) -> tuple[int, int]:
@@ -429,7 +473,8 @@ class Engine:
     def _decode(self) -> list[Event]:
         """Feed one pending token of every ready request, and return the resulting events.
 
-        The next token of a request is sampled once no forced token is pending.
+        The next token of a request is sampled once no forced token is pending. With drafts, all
+        pending tokens and guessed ones are fed.
         """
         ready = self._slots.ready()
         if not ready:
@@ -445,19 +490,77 @@ class Engine:
             for slot, request in enumerate(requests)
             if request.grammar is not None and slot not in masks
         ]
-        logits = self._passes.decode(self._slots.requests, ready, without_mask)
+        chunks = None
+        if self.drafts is not None:
+            room = self.length - max(request.cached for request in requests)
+            chunks = self.drafts.chunks(requests, room)
+        if chunks is not None:
+            events = self._check(requests, chunks)
+        else:
+            logits = self._passes.decode(self._slots.requests, ready, without_mask)
+            events = self._advance(requests, logits, masks, without_mask)
+        ended = {event.request for event in events if event.finish}
+        for slot in reversed(range(ready)):
+            if requests[slot].number in ended:
+                self._slots.leave(slot)
+        return events
+
+    def _check(self, requests: Sequence[Request], chunks: list[list[int]]) -> list[Event]:
+        """Feed pending and guessed tokens, and return the events up to the first wrong guess.
+
+        chunks[i] are the tokens for requests[i]. What a row was fed after a wrong guess is taken
+        back.
+        """
+        states = self._slots.states(len(requests))
+        logits = self._passes.check(self._slots.requests, chunks)
+        before = [request.cached for request in requests]
+        lengths = [len(request.tokens) for request in requests]
+        events: list[Event] = []
+        rows = list(range(len(requests)))
+        column = 0
+        while rows:
+            advanced = [requests[row] for row in rows]
+            events += self._advance(advanced, logits[rows, column])
+            column += 1
+            ended = {event.request for event in events if event.finish}
+            rows = [
+                row
+                for row in rows
+                if requests[row].number not in ended
+                and requests[row].tokens[before[row] + column]
+                == next(iter(chunks[row][column:]), -1)
+            ]
+        for row, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
+            pending = lengths[row] - before[row]
+            right = request.cached - before[row] - pending
+            assert self.drafts is not None
+            self.drafts.note(request, len(chunk) - pending, right)
+            self._slots.take_back(row, before[row], len(chunk), states)
+        return events
+
+    def _advance(
+        self,
+        requests: Sequence[Request],
+        logits: Tensor,  # (B, V)
+        masks: Mapping[int, bytes] | None = None,
+        without_mask: Sequence[int] = (),
+    ) -> list[Event]:
+        """Count a fed token of each request, and sample the next ones from the logits.
+
+        Rows in `without_mask` stay as they are; masks are by row.
+        """
         # Draw random numbers only for requests that sample; if a forced token follows, the choice
         # is dropped.
         sampled = [
-            slot not in without_mask and request.cached + 1 == len(request.tokens)
-            for slot, request in enumerate(requests)
+            row not in without_mask and request.cached + 1 == len(request.tokens)
+            for row, request in enumerate(requests)
         ]
         uniforms = [
             uniform(request.random) if samples else 0.0
             for request, samples in zip(requests, sampled, strict=True)
         ]
         histories = [request.history for request in requests]
-        adjust = adjuster(histories, masks) if masks or any(histories) else None
+        adjust = adjuster(histories, masks or {}) if masks or any(histories) else None
         choice = choose(
             logits,
             [request.sampling for request in requests],
@@ -467,18 +570,12 @@ class Engine:
             self.model.log_totals,
         )
         events: list[Event] = []
-        leaving: list[int] = []
-        for slot, request in enumerate(requests):
-            if slot in without_mask:
+        for row, request in enumerate(requests):
+            if row in without_mask:
                 continue
             request.cached += 1
-            if not sampled[slot]:
-                continue  # the next step feeds a forced token
-            events += self._accept(request, choice, slot)
-            if events[-1].finish:
-                leaving.append(slot)
-        for slot in reversed(leaving):
-            self._slots.leave(slot)
+            if sampled[row]:  # otherwise, the next step feeds a forced token
+                events += self._accept(request, choice, row)
         return events
 
     # --- tokens and endings ----------------------------------------------------------------------

@@ -25,7 +25,7 @@ from nanochat.device import compute_cleanup, compute_init
 from nanochat.engine import Engine
 from nanochat.generate.reply import TextStream, broken_model
 from nanochat.generate.sampling import Sampling, chat_drawing
-from nanochat.serve.chosen import ModelFlags, choose
+from nanochat.serve.chosen import ModelFlags, choose, drafts_for
 from nanochat.serve.cli.remote import SETTINGS, Remote
 from nanochat.serve.cli.terminal import (
     dim,
@@ -508,6 +508,7 @@ def open_model(cfg: Config, chat: Chat) -> None:
         slots=1,
         length=chosen.context,
         graphs=chosen.captures,
+        drafts=drafts_for(cfg, chosen, cfg.dtype, compute),
     )
     drawing = chat_drawing(
         loaded.corpus, cfg.temperature, cfg.min_p, cfg.top_k, loaded.tokenizer.sampling

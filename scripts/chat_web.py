@@ -28,6 +28,7 @@ from nanochat.data.traits import Drawing, traits
 from nanochat.device import Compute, compute_cleanup, compute_init
 from nanochat.engine import Engine
 from nanochat.generate.adapters import Adapters
+from nanochat.generate.drafts import Drafts
 from nanochat.generate.sampling import chat_drawing
 from nanochat.serve.app import create_app, create_runs_app
 from nanochat.serve.chosen import (
@@ -37,6 +38,7 @@ from nanochat.serve.chosen import (
     adapter_folders,
     choose,
     choose_also,
+    drafts_for,
     load_adapters,
     names_adapter,
     plan_caches,
@@ -53,6 +55,8 @@ CONTAINER_HOSTS = ("host.docker.internal", "host.containers.internal", "gateway.
 # A model with fewer updates, over all stages, has not learned its corpus. The model of the preset
 # smoke has 43.
 FEW_UPDATES = 100
+# How long a step may take in which prompts are read beside running replies.
+MOST_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -239,7 +243,7 @@ def check_key(cfg: Config) -> None:
 def names_model(cfg: Config) -> bool:
     """Return whether a flag says which model to load."""
     named = (cfg.source, cfg.model_tag, cfg.step, cfg.model)
-    return bool(cfg.also or cfg.adapter) or any(flag is not None for flag in named)
+    return bool(cfg.also or cfg.adapter or cfg.draft) or any(flag is not None for flag in named)
 
 
 def only_runs(cfg: Config) -> bool:
@@ -373,10 +377,11 @@ def loadable(
     chosen: Chosen,
     cfg: Config,
     adapters: Adapters | None = None,
+    drafts: Drafts | None = None,
 ) -> tuple[Loadable, Drawing]:
     """Return the Loadable of a chosen model, and the model's sampling settings.
 
-    The model gets an engine of its own, which holds `adapters`.
+    The model gets an engine of its own, which holds `adapters` and follows `drafts`.
     """
     loaded = chosen.loaded
     drawing = chat_drawing(
@@ -402,6 +407,8 @@ def loadable(
         length=chosen.context,
         adapters=adapters,
         graphs=chosen.captures,
+        drafts=drafts,
+        most_seconds=MOST_SECONDS,
     )
     return Loadable(engine, loaded.tokenizer, announced), drawing
 
@@ -468,14 +475,16 @@ def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
     first = choose(cfg, cfg.dtype, compute)
     chosen = named_models(cfg, first, also, folders, compute)
     adapters = load_adapters(first, folders, compute)
+    drafts = drafts_for(cfg, first, cfg.dtype, compute)
     caches = plan_caches([*chosen.values()], cfg.slots, cfg.context, compute.platform)
     cfg = replace(cfg, slots=caches.slots)
     models: list[Loadable] = []
     planned = zip(chosen.items(), caches.contexts, caches.sizes, strict=True)
     for (name, model), context, cache_size in planned:
         own_adapters = adapters if model is first else None
+        own_drafts = drafts if model is first else None
         model = replace(model, context=context)
-        served, drawing = loadable(name, model, cfg, own_adapters)
+        served, drawing = loadable(name, model, cfg, own_adapters, own_drafts)
         models.append(served)
         api_name = harmless(name) if cfg.also or folders or cfg.served_model_name else ""
         log_model(model, caches.slots, cache_size, drawing, api_name)

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from nanochat import engine as engine_module
 from nanochat.common import UserError
 from nanochat.data.calculator import calculate
 from nanochat.engine import Completion, Engine
-from nanochat.generate.reply import FAILED
+from nanochat.generate.reply import FAILED, Event
 from nanochat.generate.sampling import Sampling, choose, uniform
 from nanochat.gpt import GPT
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
@@ -279,3 +280,29 @@ def test_hundreds_of_random_joins_leaves_and_cancels_lose_no_slot(model, pad):
         engine.cancel(request)
     assert not engine.busy and engine.free_slots == 6
     assert finished > 40 and cancelled > 20
+
+
+def test_fewer_prompt_tokens_are_read_beside_replies_that_must_not_wait(monkeypatch):
+    model = tiny_gpt(TOKENIZER.vocab_size, 1000)
+    seconds = iter(range(10_000))  # every step seems to take a second or more
+    monkeypatch.setattr(engine_module.time, "perf_counter", lambda: next(seconds))
+    engine = Engine(model, TOKENIZER, slots=3, length=1000, prefill_tokens=128, most_seconds=0.5)
+    engine.submit(prompts([5])[0], Sampling(0.0, max_tokens=900, ignore_eos=True))
+    engine.step()
+    prompt, longer = prompts([300, 400])
+    number = engine.submit(prompt, Sampling(0.0, max_tokens=5))
+    read = []
+    events: list[Event] = []
+    while not any(event.request == number for event in events):
+        before = engine.prompt_tokens_read
+        events = engine.step()
+        read.append(engine.prompt_tokens_read - before)
+    assert read[:4] == [128, 64, 32, 32]
+    monkeypatch.setattr(engine_module.time, "perf_counter", lambda: 0.0)  # now they take no time
+    engine.submit(longer, Sampling(0.0, max_tokens=5))
+    read = []
+    for _ in range(4):
+        before = engine.prompt_tokens_read
+        engine.step()
+        read.append(engine.prompt_tokens_read - before)
+    assert read == [32, 64, 128, 128]

@@ -230,6 +230,31 @@ def test_a_recurrent_state_is_reused_at_borders_and_ends_only():
         engine.generate([first], GREEDY)
 
 
+def test_a_recurrent_state_is_saved_where_conversations_branch():
+    """The beginning that agents share lies far before the end of their prompts, and not at a border."""
+    model = Recurrent(TOKENIZER, 20 * STATE_INTERVAL)
+    engine = Engine(model, TOKENIZER, slots=4)  # type: ignore[arg-type]
+    system = words(3 * STATE_INTERVAL + 50, 75)
+    reused = []
+    for number in range(4):
+        prompt = [*system, *words((4 + 3 * number) * STATE_INTERVAL, 76 + number)]
+        (reply,) = engine.generate([prompt], GREEDY)
+        reused.append(reply.reused)
+        assert_same(reply, cold(Recurrent(TOKENIZER, 20 * STATE_INTERVAL), prompt))  # type: ignore[arg-type]
+    assert reused[1] in (2 * STATE_INTERVAL, 3 * STATE_INTERVAL)
+    assert reused[2:] == [len(system)] * 2
+
+
+def test_saved_states_are_spread_over_a_long_prompt():
+    saved: list[int] = []
+    for length in [*range(STATE_INTERVAL, 20_000, STATE_INTERVAL), 20_000]:
+        saved.append(length)
+        if len(saved) > slots.MAX_SAVED_STATES:
+            saved.remove(slots._least_useful(saved, branch=1_280))
+    assert saved[0] == 1_280 and saved[-1] == 20_000
+    assert saved[-2] > 17_000 and 5_000 < saved[1] < 15_000
+
+
 # --- parts ---------------------------------------------------------------------------------------
 
 

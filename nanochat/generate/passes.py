@@ -85,6 +85,17 @@ class Passes:
         hidden = self.run(requests, 0, [[token] for token in tokens])
         return self.model.logits(hidden[:count, 0])
 
+    def check(
+        self,
+        requests: Sequence[Request | None],
+        chunks: Sequence[Sequence[int]],
+    ) -> Tensor:  # (B, T, V) fp32
+        """Feed each of the first B requests a chunk; return the logits after each of its tokens."""
+        hidden = self.run(requests, 0, chunks)
+        count = len(chunks)
+        T = max(map(len, chunks))
+        return self.model.logits(hidden[:count, :T].flatten(0, 1)).unflatten(0, (count, T))
+
     def run(
         self,
         requests: Sequence[Request | None],

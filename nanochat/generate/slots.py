@@ -25,7 +25,7 @@ from nanochat.generate.sampling import Sampling
 MIN_PREFIX = 16  # a shorter common prefix is not worth copying
 # The states of recurrent layers cannot be shortened, so a prompt's are saved every 256 tokens.
 STATE_INTERVAL = 256
-MAX_SAVED_STATES = 4  # per slot; the latest ones are kept
+MAX_SAVED_STATES = 4  # per slot
 # Log-probabilities of prompts that all finished requests together keep, some 160 bytes each.
 MAX_SAVED_SCORES = 1 << 18
 
@@ -58,6 +58,8 @@ class Request:
     prompt_scores: list[Scored] = field(default_factory=list)
     # The states of the slot, by the number of tokens after which they were saved.
     saved_states: dict[int, list[Tensor]] = field(default_factory=dict)
+    # How many tokens the longest common beginning with another request has, if states are saved.
+    branch: int = 0
     last_used: int = 0  # when the slot was last used, for eviction
 
     @property
@@ -106,6 +108,23 @@ def common_prefix(a: list[int], b: list[int]) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _least_useful(lengths: list[int], branch: int) -> int:
+    """Return which of the saved lengths, in rising order, is to be given up.
+
+    It is one that is close to its neighbours, compared with how far it is from the end, where most
+    prompts change. The last length and that of the branch are not given up.
+    """
+
+    def loss(index: int) -> float:
+        length = lengths[index]
+        earlier = lengths[index - 1] if index else 0
+        tokens = (length - earlier) * (lengths[index + 1] - length)
+        return tokens / (lengths[-1] - length + STATE_INTERVAL)
+
+    candidates = [index for index in range(len(lengths) - 1) if lengths[index] != branch]
+    return lengths[min(candidates, key=loss)]
 
 
 class Slots:
@@ -174,6 +193,18 @@ class Slots:
             if length > longest[1]:
                 longest = (slot, length)
         return longest
+
+    def _branch(self, request: Request) -> int:
+        """Return how many of its tokens a request has in common with another slot, but its last.
+
+        A prompt that begins in the same way is likely to come again.
+        """
+        lengths = [
+            min(common_prefix(request.tokens, donor.tokens), donor.cached)
+            for donor in self.requests
+            if donor is not None and donor.sampling.adapter == request.sampling.adapter
+        ]
+        return min(max(lengths, default=0), request.prompt_length - 1)
 
     def protect(self, requests: Iterable[Request]) -> None:
         """For each request, mark the inactive slot with the longest reusable prefix as just used.
@@ -249,6 +280,8 @@ class Slots:
     def take(self, request: Request) -> None:
         """Give a request a slot, with the longest prefix of its prompt that it can reuse."""
         target = self.active
+        if not self.cache.cuts_anywhere:
+            request.branch = self._branch(request)
         source, length = self._longest_prefix(request, range(len(self.requests)))
         donor = self.requests[source] if length else None
         oldest = min(range(target, len(self.requests)), key=self._last_used)
@@ -322,18 +355,43 @@ class Slots:
             self._drop(slot)
 
     def save_states(self, slot: int) -> None:
-        """Save the states of a slot if it holds a multiple of 256 tokens or its prefill is over.
+        """Save the states of a slot that a later prompt may begin with.
 
-        Only the latest 4 are kept. Nothing is saved if the cache can be cut to any length.
+        They are saved after every 256 tokens, where the prompt leaves its common beginning with
+        another one, and when its prefill is over. Nothing is saved if the cache can be cut to any
+        length.
         """
         request = self.requests[slot]
         assert request is not None
         if self.cache.cuts_anywhere:
             return
-        if request.cached % STATE_INTERVAL == 0 or not request.prefilling:
+        at_border = request.cached % STATE_INTERVAL == 0 or request.cached == request.branch
+        if at_border or not request.prefilling:
             request.saved_states[request.cached] = self.cache.copy_states(slice(slot, slot + 1))
-            while len(request.saved_states) > MAX_SAVED_STATES:
-                request.saved_states.pop(next(iter(request.saved_states)))
+            if len(request.saved_states) > MAX_SAVED_STATES:
+                del request.saved_states[_least_useful(list(request.saved_states), request.branch)]
+
+    # --- guessed tokens --------------------------------------------------------------------------
+
+    def states(self, count: int) -> list[Tensor]:
+        """Return what take_back() needs of the first `count` slots, before they are fed guesses."""
+        return [] if self.cache.cuts_anywhere else self.cache.copy_states(slice(0, count))
+
+    def take_back(self, slot: int, before: int, fed: int, states: list[Tensor]) -> None:
+        """Drop the guesses from a slot that held `before` tokens and was fed `fed` more.
+
+        Only as many as the request counts stay. If the states cannot be cut, all fed tokens are
+        dropped, and those that stay in the reply are fed again.
+        """
+        request = self.requests[slot]
+        assert request is not None
+        if request.cached == before + fed:
+            return
+        if self.cache.cuts_anywhere:
+            self.cache.cut(slot, request.cached, request.tokens[request.cached - 1])
+            return
+        self.cache.restore(slice(slot, slot + 1), [state[slot : slot + 1] for state in states])
+        request.cached = before
 
     def _drop(self, slot: int) -> None:
         """Empty a slot."""

@@ -17,7 +17,15 @@ from nanochat.checkpoint_manager.load import (
 from nanochat.checkpoint_manager.locate import STAGES, trained
 from nanochat.common import UserError, tr
 from nanochat.device import DTYPES, Compute
+from nanochat.engine import Engine
 from nanochat.generate.adapters import Adapters
+from nanochat.generate.drafts import (
+    DRAFTED_CHATS,
+    Drafts,
+    Ngrams,
+    SmallerModel,
+    check_tokenizer,
+)
 from nanochat.gpt import GPT
 from nanochat.platforms.base import Platform
 from nanochat.platforms.host import give_freed_memory_back
@@ -59,6 +67,10 @@ class ModelFlags:
     context: int | None = None
     """Longest chat in tokens. Default: the context of the model, but at most 4,096,
     since memory grows with it. The server takes less if memory is short."""
+    draft: str = ""
+    """Guess tokens ahead while one or two chats are answered, so that replies come sooner.
+    ngram guesses what followed the same words in the chat. STAGE/TAG, STAGE/TAG/STEP or a folder
+    names a smaller model of the same tokenizer. Replies stay the same."""
 
 
 @dataclass(frozen=True)
@@ -282,6 +294,41 @@ def load_adapters(
                 exit_code=2,
             )
     return Adapters(model, adapters, model.dtype, compute.device)
+
+
+def drafts_for(
+    flags: ModelFlags,
+    chosen: Chosen,
+    dtype: str,
+    compute: Compute,
+) -> Drafts | None:
+    """Return what guesses the tokens of the chosen model, as --draft says, or None without it.
+
+    Raises UserError (exit code 2) if the smaller model that the flag names has another tokenizer,
+    or keeps states that a wrong guess would spoil.
+    """
+    if not flags.draft:
+        return None
+    if flags.draft == "ngram":
+        return Drafts(Ngrams())
+    stage, slash, _ = flags.draft.partition("/")
+    is_trained_here = slash and stage in STAGES
+    value = flags.draft if is_trained_here else f"draft={flags.draft}"
+    _, smaller = choose_also(value, ModelFlags(graphs=False), dtype, compute)
+    tokenizer = smaller.loaded.tokenizer
+    check_tokenizer(chosen.loaded.tokenizer, tokenizer, flags.draft)
+    length = min(chosen.context, smaller.loaded.model.config.sequence_len)
+    engine = Engine(smaller.loaded.model, tokenizer, DRAFTED_CHATS, length)
+    if not engine.cuts_anywhere:
+        raise UserError(
+            tr(
+                "--draft {name}: this model has layers that cannot forget a wrong guess "
+                "(DeltaNets): name a model of attention layers, or give --draft ngram",
+                name=flags.draft,
+            ),
+            exit_code=2,
+        )
+    return Drafts(SmallerModel(engine))
 
 
 @dataclass(frozen=True)

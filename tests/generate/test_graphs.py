@@ -9,6 +9,7 @@ import torch
 from nanochat import device
 from nanochat.engine import Engine
 from nanochat.generate.adapters import Adapters
+from nanochat.generate.drafts import Drafts, Ngrams
 from nanochat.generate.graphs import rounded
 from nanochat.generate.sampling import Sampling
 from nanochat.models.lora import Adapter, LoraConfig, add_adapters, first_values
@@ -72,7 +73,11 @@ def test_replies_with_graphs_are_replies_without(family: str, names: tuple[str, 
     adapters = adapters_of(model, family) if len(names) > 1 else None
     plain = Engine(model, tokenizer, 6, adapters=adapters)
     graphed = Engine(model, tokenizer, 6, adapters=adapters, graphs=compute.platform)
-    assert replies(graphed, names) == replies(plain, names)
+    drafted = Engine(model, tokenizer, 6, adapters=adapters, graphs=compute.platform, drafts=Drafts(Ngrams()))
+    expected = replies(plain, names)
+    assert replies(graphed, names) == expected
+    assert replies(drafted, names) == expected
+    assert drafted.drafts is not None and drafted.drafts.guessed
     assert graphed.graphs is not None and graphed.passes == plain.passes
     shapes = graphed.graphs.shapes
     assert {rows for rows, *_ in shapes} == {1, 2, 4, 6} and len({adapted for *_, adapted in shapes}) <= len(names)

@@ -22,6 +22,7 @@ from nanochat.serve.chosen import (
     adapter_folders,
     choose,
     choose_also,
+    drafts_for,
     load_adapters,
     names_adapter,
     plan_caches,
@@ -240,6 +241,28 @@ def test_int8_is_for_qwen_on_a_cpu_that_computes_in_bf16(folder: Path, base_fold
     with pytest.raises(UserError, match=r"no Qwen or Llama model.*Leave --weights out") as caught:
         choose(ModelFlags(weights="int8"), "bfloat16", on_cpu())
     assert caught.value.exit_code == 2
+
+
+def test_drafts_come_from_the_chat_or_from_a_model_of_the_same_tokenizer(folder: Path, base_folder: Path) -> None:
+    plain = choose(ModelFlags(model=folder), "float32", on_cpu())
+    assert drafts_for(ModelFlags(model=folder), plain, "float32", on_cpu()) is None
+    for value in ("ngram", str(folder)):
+        assert drafts_for(ModelFlags(model=folder, draft=value), plain, "float32", on_cpu()) is not None
+    tiny_checkpoint("sft", 10)
+    ours = choose(ModelFlags(), "float32", on_cpu())
+    assert drafts_for(ModelFlags(draft="sft/d2"), ours, "float32", on_cpu()) is not None
+    with pytest.raises(UserError, match=r"--draft sft/d2.*another tokenizer") as caught:
+        drafts_for(ModelFlags(draft="sft/d2"), plain, "float32", on_cpu())
+    assert caught.value.exit_code == 2
+
+
+def test_a_draft_with_states_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, "qwen3.5")
+    recurrent = choose(ModelFlags(model=tmp_path), "float32", on_cpu())
+    with pytest.raises(UserError, match="DeltaNet") as caught:
+        drafts_for(ModelFlags(draft=str(tmp_path)), recurrent, "float32", on_cpu())
+    assert caught.value.exit_code == 2
+    assert drafts_for(ModelFlags(draft="ngram"), recurrent, "float32", on_cpu()) is not None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # matrices in bf16 may be stored elsewhere

@@ -35,7 +35,7 @@ DECODED_NUMBERS = 1 << 24
 FEW_ROWS = 32
 MEASURED = {"avx512f", "avx2"}  # features of processors on which kernels beat torch's compiler
 LOGIT_ROWS = 256  # with fewer, rounding the head to 8 bits takes longer than it saves
-MANY_QUERIES = 8  # with as many queries in a row, laying out keys and values again pays off
+MANY_QUERIES = 9  # with as many queries in a row, laying out keys and values again pays off
 
 
 class _Packed:
@@ -634,8 +634,9 @@ class CpuOperations(Operations):
     ) -> Tensor | None:  # (B, T, H, D)
         """Implement PlainAttention.extend with C++ kernels.
 
-        Returns None if _fast() does, or if there are several queries per row and _many() does not
-        accept them.
+        A few queries per row, as in a pass with drafts, are computed one after another, so that
+        they are rounded as they are alone. Returns None if _fast() does, or if there are more
+        queries per row and _many() does not accept them.
         """
         B, T, _, D = q.shape
         kernels = self._fast(q, cached_k)
@@ -644,6 +645,17 @@ class CpuOperations(Operations):
         factor = D**-0.5 if scale is None else scale
         if T == 1:
             return kernels.attend(q, k, v, cached_k, cached_v, positions, window, factor)
+        if T < MANY_QUERIES:
+            ys = []
+            for t in range(T):
+                new_q, new_k, new_v = (x[:, t : t + 1] for x in (q, k, v))
+                position = positions[:, t : t + 1].contiguous()
+                ys.append(
+                    kernels.attend(
+                        new_q, new_k, new_v, cached_k, cached_v, position, window, factor
+                    )
+                )
+            return torch.cat(ys, dim=1)
         if not _many(q, kernels):
             return None
         rows = torch.arange(B)[:, None]

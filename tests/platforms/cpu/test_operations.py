@@ -55,9 +55,24 @@ def test_prompts_are_read_by_kernels_as_by_torch_with_a_cache_and_without() -> N
             return operations.extend(q[..., :size], new, new, *old, places[:, : q.size(1)], 90) is not None
 
         assert extends(q) == ("avx512_bf16" in host.cpu_flags())
-        assert not extends(q[:, :6]) and not extends(q, 32)
+        assert extends(q[:, :6]) and not extends(q, 32)
+        check_few_queries(operations)
     for one, other in zip(states(), before, strict=True):
         assert (one - other).norm() <= 0.03 * other.norm()
+
+
+def check_few_queries(operations: CpuOperations) -> None:
+    """A few queries of two rows at different places give what they give one after another, bit by bit."""
+    q, k, v = (torch.randn(2, 5, heads, 64).bfloat16() for heads in (4, 2, 2))
+    places = torch.tensor([[7], [20]]) + torch.arange(5)
+    together = [torch.randn(2, 40, 2, 64).bfloat16() for _ in range(2)]
+    alone = [cached.clone() for cached in together]
+    y = operations.extend(q, k, v, *together, places, 90)
+    for t in range(5):
+        new = (x[:, t : t + 1].contiguous() for x in (q, k, v))
+        expected = operations.extend(*new, *alone, places[:, t : t + 1].contiguous(), 90)
+        assert y is not None and expected is not None and torch.equal(y[:, t : t + 1], expected)
+    assert all(map(torch.equal, together, alone))
 
 
 def test_a_matrix_with_a_bias_adds_it_in_training() -> None:
