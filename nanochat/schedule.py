@@ -305,18 +305,20 @@ def first_tuning_rate(adapter: bool, preferences: bool) -> float:
 def tuning_rate(width: int, steps: int, adapter: bool, preferences: bool) -> float:
     """Return the peak learning rate of AdamW for fine-tuning a model of `width` channels.
 
-    At 576 channels and up to 400 steps it is 2e-3 for an adapter and 2e-4 when every parameter is
+    At 576 channels and up to 400 steps it is 2e-3 for an adapter and 1e-4 when every parameter is
     trained. Wider models take smaller rates: a step changes the output of a matrix in proportion to
     its width, and the output of an adapter less so. Longer runs take smaller rates, down to half at
     1,600 steps, because each step needs to move less. DPO (`preferences`) takes a twentieth: its
     loss has no floor, and large steps move far away from the reference model. At 4,096 channels the
-    rates are 1.7e-4 and 1.1e-5, as is usual for models of 7 billion parameters.
+    rates are 1.7e-4 and 1.4e-5, as is usual for models of 7 billion parameters.
 
     The rates were fitted at 192 and 576 channels, on 300 conversations beside the model's own words
     (train/replay.py), which allow higher rates than the data alone; dev/LOG.md has the figures.
     """
-    at_576, power = (2e-3, 1.25) if adapter else (2e-4, 1.5)
-    rate = at_576 * (576 / width) ** power
+    if adapter:
+        rate = 2e-3 * (576 / width) ** 1.25
+    else:
+        rate = 1e-4 * (576 / width) ** (1 if width > 576 else 2)
     for_length = (400 / max(steps, 1)) ** 0.5
     rate *= min(max(for_length, 0.5), 1.0)
     return 0.05 * rate if preferences else rate

@@ -68,9 +68,9 @@ class ModelFlags:
     """Longest chat in tokens. Default: the context of the model, but at most 4,096,
     since memory grows with it. The server takes less if memory is short."""
     draft: str = ""
-    """Guess tokens ahead while one or two chats are answered, so that replies come sooner.
-    ngram guesses what followed the same words in the chat. STAGE/TAG, STAGE/TAG/STEP or a folder
-    names a smaller model of the same tokenizer. Replies stay the same."""
+    """Guess tokens ahead while one or two chats are answered, so that the same replies come sooner.
+    ngram: what followed the same words in the chat.
+    STAGE/TAG, STAGE/TAG/STEP or a folder: what a smaller model of the same tokenizer says."""
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,9 @@ def _tools(fields: Mapping[str, Any]) -> dict[str, Any]:
     choice = mapping(fields, "tool_choice")
     if not choice:
         return tools
-    parallel = {"parallel_tool_calls": not flag(choice, "disable_parallel_tool_use")}
+    parallel = {}
+    if "disable_parallel_tool_use" in choice:
+        parallel = {"parallel_tool_calls": not flag(choice, "disable_parallel_tool_use")}
     if choice.get("type") == "tool":
         function = {"type": "function", "function": {"name": choice.get("name")}}
         return {**tools, **parallel, "tool_choice": function}
