@@ -123,7 +123,8 @@ class AnchoredRows(MixedRows):
         count = data.count * every // (every - 1)
         super().__init__([data, own], [every - 1, 1], count, key)
         self.own = own
-        self.references = np.full((own.size, own.row_tokens - 1), NOT_OWN, np.float32)
+        shape = (own.size, own.row_tokens - 1)
+        self.references: np.ndarray = np.full(shape, NOT_OWN, np.float32)
 
     def batch(self, plan_rows: np.ndarray) -> tuple[Tensor, ...]:
         """Return (inputs, targets, documents, references) of rows of the plans, (B, T) each."""
