@@ -20,7 +20,15 @@ from tyro.conf import arg
 
 from nanochat.checkpoint_manager.load import PUBLISHED, Loaded
 from nanochat.common import UserError, base_dir, run, tr
-from nanochat.data.conversation import Conversation, Message, Part, assistant, system, user
+from nanochat.data.conversation import (
+    Conversation,
+    Message,
+    Part,
+    assistant,
+    merge_texts,
+    system,
+    user,
+)
 from nanochat.device import compute_cleanup, compute_init
 from nanochat.engine import Engine
 from nanochat.generate.reply import TextStream, broken_model
@@ -38,11 +46,8 @@ from nanochat.serve.cli.terminal import (
 )
 from nanochat.serve.cli.texts import TEXTS
 from nanochat.serve.cli.transcript import instructions, read_transcript, write_transcript
-from nanochat.serve.routes.formats.pieces import Thought, Words
-from nanochat.serve.routes.formats.thoughts import Thoughts
-from nanochat.serve.routes.messages import merge_texts
-from nanochat.serve.routes.reply import form_of
-from nanochat.serve.routes.tools import NONE
+from nanochat.serve.formats.pieces import Thought, Words
+from nanochat.serve.formats.thoughts import Thoughts, thought_state
 
 
 @dataclass(frozen=True)
@@ -276,8 +281,8 @@ def reply(chat: Chat, question: str) -> bool:
     request_number = engine.submit(prompt, sampling)
     tokenizer = chat.loaded.tokenizer
     stream = TextStream(tokenizer)
-    form = form_of(prompt, NONE, tokenizer)
-    thoughts = Thoughts(form.marks, form.opened) if form.marks else None
+    marks, is_opened, _ = thought_state(prompt, tokenizer)
+    thoughts = Thoughts(marks, is_opened) if marks else None
     call = ""
     tokens: list[int] = []
     pieces: list[Part | Thought] = []

@@ -1,5 +1,6 @@
 """Conversations, and the protocol of a task that asks questions and grades replies."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -146,3 +147,14 @@ class Task(Protocol):
         In a choice task, `reply` is a letter.
         """
         ...
+
+
+def merge_texts(*parts: Part) -> tuple[Part, ...]:
+    """Return the parts with adjacent texts joined, because a token may span two of them."""
+    merged: list[Part] = []
+    for is_text, group in itertools.groupby(parts, lambda part: part.kind == "text"):
+        if is_text:
+            merged.append(Part("text", "".join(part.text for part in group)))
+        else:
+            merged += group
+    return tuple(merged)

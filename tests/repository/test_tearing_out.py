@@ -17,7 +17,7 @@ APPENDICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "nvidia": (("platforms/nvidia",), ()),
     "ascend": (("platforms/ascend",), ()),
     "models": (("models", "platforms/qwen_layers.py", "checkpoint_manager/huggingface"), ()),
-    "serve": (("serve",), ("serve/__init__.py", "serve/cli", "serve/chosen.py")),
+    "serve": (("serve",), ("serve/__init__.py", "serve/cli", "serve/formats", "serve/chosen.py")),
     "rl": (("rl",), ()),
     "planner": (("planner",), ()),
     "evals": (("evals",), ("evals/__init__.py", "evals/loss.py")),

@@ -24,8 +24,8 @@ from nanochat.engine import Engine
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.serve.cli.terminal import harmless
-from nanochat.serve.routes.formats.pieces import Thought
-from nanochat.serve.routes.formats.thoughts import Marks, Thoughts
+from nanochat.serve.formats.pieces import Thought
+from nanochat.serve.formats.thoughts import Marks, Thoughts
 from scripts import chat_cli
 from scripts.chat_cli import TEXTS, Chat, Config
 from tests.support.qwens import write_folder

@@ -97,6 +97,8 @@ def test_message_that_is_too_long_is_told_with_numbers(browser):
         expect(page.locator("#prompt")).to_have_value("x" * 1500)
         expect(page.get_by_role("button", name="Try again")).to_have_count(0)
         send(page, "x" * 300_000)
+        expect(page.get_by_role("alert").last).to_contain_text("context of 1,200 tokens")
+        send(page, "x" * 9_000_000)
         expect(page.get_by_role("alert").last).to_contain_text("too long to send")
 
 

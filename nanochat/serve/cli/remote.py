@@ -18,7 +18,7 @@ from requests.auth import AuthBase, HTTPBasicAuth
 from nanochat.common import UserError, parse_json, tr
 from nanochat.data.conversation import Message, Part
 from nanochat.data.sources import net
-from nanochat.serve.routes.formats.pieces import Thought
+from nanochat.serve.formats.pieces import Thought
 
 CONNECT_SECONDS = 10
 READ_SECONDS = 600  # a busy server may take minutes to its first token

@@ -7,6 +7,14 @@ from typing import Any
 
 from nanochat.data.conversation import Conversation
 from nanochat.generate.reply import Event
+from nanochat.serve.formats.pieces import (
+    Arguments,
+    Calculation,
+    Call,
+    Piece,
+    Thought,
+    add_piece,
+)
 from nanochat.serve.routes.answers import (
     DONE,
     Choice,
@@ -35,14 +43,6 @@ from nanochat.serve.routes.fields import (
     upper_bound,
 )
 from nanochat.serve.routes.fitted import OPTIONS, fitted, read_max_thought, read_options
-from nanochat.serve.routes.formats.pieces import (
-    Arguments,
-    Calculation,
-    Call,
-    Piece,
-    Thought,
-    add_piece,
-)
 from nanochat.serve.routes.messages import (
     continues,
     make_prompt,

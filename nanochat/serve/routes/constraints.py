@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from nanochat.generate.sampling import Sampling
+from nanochat.serve.formats.json_calls import CLOSE, OPEN
+from nanochat.serve.formats.xml_calls import END, FUNCTION, PARAMETER
 from nanochat.serve.routes.fields import invalid
-from nanochat.serve.routes.formats.json_calls import CLOSE, OPEN
-from nanochat.serve.routes.formats.xml_calls import END, FUNCTION, PARAMETER
 from nanochat.serve.routes.reply import Form
 from nanochat.serve.routes.tools import Tools
 

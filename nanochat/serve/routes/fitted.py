@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanochat.data.conversation import Conversation, Message, Part, user
+from nanochat.data.conversation import Conversation, Message, Part, merge_texts, user
+from nanochat.serve.formats import json_calls
 from nanochat.serve.routes.fields import Limits, invalid, mapping, upper_bound
-from nanochat.serve.routes.formats import json_calls
-from nanochat.serve.routes.messages import merge_texts, with_instructions
+from nanochat.serve.routes.messages import with_instructions
 from nanochat.serve.routes.tools import Tools
 from nanochat.tokenizer import Tokenizer
 

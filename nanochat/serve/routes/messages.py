@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanochat.common import UserError
-from nanochat.data.conversation import Conversation, Message, Part, Role, system, user
+from nanochat.data.conversation import Conversation, Message, Part, Role, merge_texts, system, user
 from nanochat.serve.routes.fields import ApiError, flag, invalid, kind, missing
 from nanochat.serve.routes.tools import read_calls
 from nanochat.tokenizer import Tokenizer
@@ -222,17 +222,6 @@ def _assistant_parts(item: dict[str, Any], name: str) -> tuple[Part, ...]:
     if content is None:
         return (Part("text", ""),)
     return (Part("text", text_of(content, f"{name}.content")),)
-
-
-def merge_texts(*parts: Part) -> tuple[Part, ...]:
-    """Return the parts with adjacent texts joined, because a token may span two of them."""
-    merged: list[Part] = []
-    for is_text, group in itertools.groupby(parts, lambda part: part.kind == "text"):
-        if is_text:
-            merged.append(Part("text", "".join(part.text for part in group)))
-        else:
-            merged += group
-    return tuple(merged)
 
 
 def text_of(content: Any, name: str) -> str:

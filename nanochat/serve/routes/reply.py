@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanochat.data.conversation import Part
-from nanochat.serve.routes.formats.json_calls import JsonCalls
-from nanochat.serve.routes.formats.pieces import (
+from nanochat.serve.formats.json_calls import JsonCalls
+from nanochat.serve.formats.pieces import (
     Arguments,
     Calculation,
     Call,
@@ -16,12 +16,10 @@ from nanochat.serve.routes.formats.pieces import (
     Words,
     add_piece,
 )
-from nanochat.serve.routes.formats.thoughts import Marks, Thoughts
-from nanochat.serve.routes.formats.xml_calls import XmlCalls
+from nanochat.serve.formats.thoughts import Marks, Thoughts, thought_state
+from nanochat.serve.formats.xml_calls import XmlCalls
 from nanochat.serve.routes.tools import NONE, Tools
 from nanochat.tokenizer import Tokenizer
-
-LONGEST_OPENING = 32  # tokens of the marks of a thought and the white space after them
 
 
 @dataclass(frozen=True)
@@ -45,15 +43,7 @@ def form_of(
     tokenizer: Tokenizer,
 ) -> Form:
     """Return the form of a reply to a prompt, by what the model's template writes."""
-    marks = tokenizer.thought_marks and Marks(*tokenizer.thought_marks)
-    ending = tokenizer.decode(prompt[-LONGEST_OPENING:]).rstrip()
-    return Form(
-        tools,
-        tokenizer.call_format,
-        marks,
-        opened=marks is not None and ending.endswith(marks.open),
-        closed=marks is not None and ending.endswith(marks.close),
-    )
+    return Form(tools, tokenizer.call_format, *thought_state(prompt, tokenizer))
 
 
 class Reply:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nanochat.serve.formats import json_calls
 from nanochat.serve.routes.fields import flag, invalid, kind, schema_text
-from nanochat.serve.routes.formats import json_calls
 
 MOST_TOOLS = 128  # as many as OpenAI takes
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")

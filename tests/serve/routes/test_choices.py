@@ -6,8 +6,8 @@ import pytest
 
 from nanochat.data.conversation import Part, assistant
 from nanochat.generate.reply import Event, StoppedReply
+from nanochat.serve.formats.pieces import Calculation, Words
 from nanochat.serve.routes.answers import Choice
-from nanochat.serve.routes.formats.pieces import Calculation, Words
 from nanochat.serve.routes.messages import as_request, read_conversation
 from nanochat.serve.routes.reply import Reply
 from tests.support.fake_engine import ByteTokenizer

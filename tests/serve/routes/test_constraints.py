@@ -8,9 +8,9 @@ import pytest
 
 from nanochat.generate.sampling import Sampling
 from nanochat.generate.schema.grammar import Schemas
+from nanochat.serve.formats.thoughts import Marks
 from nanochat.serve.routes.constraints import constrained
 from nanochat.serve.routes.fields import ApiError
-from nanochat.serve.routes.formats.thoughts import Marks
 from nanochat.serve.routes.reply import Form
 from nanochat.serve.routes.tools import Tools, read_tools
 from tests.support.tiny_model import tiny_tokenizer

@@ -14,7 +14,7 @@ url = url.removesuffix("/v1")
 KEY = "sk-test"
 client = anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0)
 messages = [{"role": "user", "content": QUESTION}]
-base = {"model": model_name, "messages": messages, "max_tokens": 60}
+base = {"model": model_name, "messages": messages, "max_tokens": 120}
 greedy = {"temperature": 0}  # which newer versions of the library have no argument for
 clock = {
     "name": "clock",
@@ -91,7 +91,7 @@ def lookup(zone: str) -> str:
 
 runner = client.beta.messages.tool_runner(**base, tools=[lookup])
 answers["tool runner"] = runner.until_done().type
-parsed = client.messages.parse(**{**base, "max_tokens": 99}, output_format=Cat)
+parsed = client.messages.parse(**{**base, "max_tokens": 150}, output_format=Cat)
 answers["parsed"] = type(parsed.parsed_output).__name__
 
 # Thoughts are asked for, though this model has none.
@@ -138,7 +138,7 @@ texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choic
 answers["litellm"] = bool(told.choices[0].message.content) and "".join(texts) == told.choices[0].message.content
 tool = {"type": "function", "function": {"name": "clock", "parameters": clock["input_schema"]}}
 calls = litellm.completion(
-    messages=messages, max_tokens=60, tools=[tool], tool_choice="required", stream=True, **server
+    messages=messages, max_tokens=120, tools=[tool], tool_choice="required", stream=True, **server
 )
 built = litellm.stream_chunk_builder(list(calls), messages=messages)
 answers["litellm call"] = built.choices[0].message.tool_calls[0].function.name

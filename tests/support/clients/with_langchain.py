@@ -23,7 +23,7 @@ for route in ("chat", "responses"):
     chat = ChatOpenAI(
         model=model_name,
         base_url=url,
-        max_tokens=99,
+        max_tokens=150,
         temperature=0,
         use_responses_api=route == "responses",
     )

@@ -22,7 +22,7 @@ parameters = {
 clock = {"type": "function", "function": {"name": "clock", "parameters": parameters}}
 anthropic_clock = {"name": "clock", "description": "The time.", "input_schema": parameters}
 server = {"model": f"openai/{model_name}", "api_base": url}
-settings = {**server, "max_tokens": 99, "temperature": 0}
+settings = {**server, "max_tokens": 150, "temperature": 0}
 answers = {}
 
 whole = litellm.completion(messages=messages, metadata={"run": "1"}, user="someone", **settings)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanochat.generate.reply import Event
+from nanochat.serve.formats.pieces import Arguments, Call, Piece, Thought, Words
 from nanochat.serve.routes.answers import Choice, event
 from nanochat.serve.routes.fields import ApiError
-from nanochat.serve.routes.formats.pieces import Arguments, Call, Piece, Thought, Words
 from nanochat.serve.routes.reply import Form, Reply
 from nanochat.tokenizer import Tokenizer
 

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanochat.generate.reply import Event
-from nanochat.serve.routes.answers import Choice, event
-from nanochat.serve.routes.fields import ApiError, ReplySettings
-from nanochat.serve.routes.formats.pieces import (
+from nanochat.serve.formats.pieces import (
     Arguments,
     Calculation,
     Call,
@@ -17,6 +15,8 @@ from nanochat.serve.routes.formats.pieces import (
     Words,
     add_piece,
 )
+from nanochat.serve.routes.answers import Choice, event
+from nanochat.serve.routes.fields import ApiError, ReplySettings
 from nanochat.serve.routes.reply import Form, Reply, add_text
 from nanochat.serve.routes.tools import Tools
 from nanochat.tokenizer import Tokenizer

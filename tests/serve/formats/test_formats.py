@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from nanochat.data.conversation import Part
-from nanochat.serve.routes.formats.pieces import Arguments, Call, Piece, Thought, Words, add_piece
-from nanochat.serve.routes.formats.thoughts import Marks
+from nanochat.serve.formats.pieces import Arguments, Call, Piece, Thought, Words, add_piece
+from nanochat.serve.formats.thoughts import Marks
 from nanochat.serve.routes.reply import Form, Reply
 from nanochat.serve.routes.tools import Tools
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from nanochat.serve.routes.formats.json_calls import CLOSE, OPEN
-from nanochat.serve.routes.formats.pieces import (
+from nanochat.serve.formats.json_calls import CLOSE, OPEN
+from nanochat.serve.formats.pieces import (
     Arguments,
     Call,
     Piece,

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from nanochat.serve.routes.formats.pieces import (
+from nanochat.serve.formats.pieces import (
     Arguments,
     Call,
     Piece,

@@ -6,7 +6,10 @@ Marks anywhere else in a reply are text.
 
 from typing import NamedTuple
 
-from nanochat.serve.routes.formats.pieces import Piece, Thought, Words, add_piece, open_beginning
+from nanochat.serve.formats.pieces import Piece, Thought, Words, add_piece, open_beginning
+from nanochat.tokenizer import Tokenizer
+
+LONGEST_OPENING = 32  # tokens of the marks of a thought and the white space after them
 
 
 class Marks(NamedTuple):
@@ -14,6 +17,18 @@ class Marks(NamedTuple):
 
     open: str
     close: str
+
+
+def thought_state(prompt: list[int], tokenizer: Tokenizer) -> tuple[Marks | None, bool, bool]:
+    """Return the marks of thoughts, and whether the prompt has opened or closed the thought.
+
+    The marks are None for a model that does not think.
+    """
+    if tokenizer.thought_marks is None:
+        return None, False, False
+    marks = Marks(*tokenizer.thought_marks)
+    ending = tokenizer.decode(prompt[-LONGEST_OPENING:]).rstrip()
+    return marks, ending.endswith(marks.open), ending.endswith(marks.close)
 
 
 class Thoughts:
