@@ -1,6 +1,6 @@
 """Chat with a trained model in the terminal.
 
-python -m scripts.chat_cli                            # the model that was trained last
+python -m scripts.chat_cli                            # the model whose training finished last
 python -m scripts.chat_cli -i sft -g d20              # stage sft of the model with tag d20
 python -m scripts.chat_cli -p "What is 37 * 48?"      # one answer; standard output has nothing else
 echo "法国的首都是哪里？" | python -m scripts.chat_cli
@@ -537,6 +537,8 @@ def open_model(cfg: Config, chat: Chat) -> None:
         chat.note("latest", saved=chosen.latest)
     if chosen.state:
         chat.note("unfinished", state=chosen.state)
+    if chosen.passed:
+        chat.note("passed", flags=harmless(chosen.passed))
     if chosen.other_models:
         chat.note("others", flags=harmless(" | ".join(chosen.other_models)))
     chat.note(

@@ -501,7 +501,7 @@ def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
     if first.other_models and not cfg.also:
         log(
             tr(
-                "其他模型 / other models, newest first: {other_models}",
+                "其他模型 / other models: {other_models}",
                 other_models=harmless(" | ".join(first.other_models)),
             )
         )
@@ -584,7 +584,7 @@ def log_model(
     if chosen.latest:
         log(
             tr(
-                "这是最近训练的模型 / this is the model that was trained last: {latest}",
+                "这是最近训练完的模型 / this is the last finished model: {latest}",
                 latest=chosen.latest,
             )
         )
@@ -593,6 +593,14 @@ def log_model(
             tr(
                 "这个模型的训练没有完成 / the run of this model is {state}",
                 state=chosen.state,
+            )
+        )
+    if chosen.passed:
+        log(
+            tr(
+                "还有更新的模型（没有训练完，或只是试跑） / a newer model, unfinished or a test run, "
+                "is chosen by: {passed}",
+                passed=harmless(chosen.passed),
             )
         )
     reason = f"{drawing.reason['zh']} / {drawing.reason['en']}"

@@ -369,7 +369,7 @@ def train(cfg: Config, compute: Compute) -> None:
     steps = epochs.steps_over(
         rows, batch.rows_per_step, conversations.name, cfg.batch.smaller_steps
     )
-    if replay_every and cfg.forecast:  # a forecast writes no words
+    if replay_every and cfg.forecast and epochs.num_iterations is None:  # it writes no words
         steps = steps * replay_every // (replay_every - 1)
     tuning = Tuning(
         model.config,
@@ -385,7 +385,7 @@ def train(cfg: Config, compute: Compute) -> None:
     )
     check_fits(tuning, model, compute, always=cfg.forecast)
     if cfg.forecast:
-        log_needs(tuning, model, batch, steps, cfg.run.keep, compute)
+        log_needs(tuning, model, batch, steps, folder.path, cfg.run.keep, compute)
         return
     rates = OneRate(cfg.rate(model.config.n_embd, steps, rule), cfg.weight_decay)
     optimizers = set_up(model, rates, 1.0, folder.path, cfg.run, compute, fill=base.fill)

@@ -1,9 +1,11 @@
 """Says how much disk space and time a run of fine-tuning needs, before it trains."""
 
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 from nanochat import device
-from nanochat.common import UserError, base_dir, log, tr
+from nanochat.common import base_dir, log, tr
 from nanochat.device import Compute
 from nanochat.models.qwen.model import Qwen
 from nanochat.optim import OneRate, saved_bytes
@@ -12,7 +14,7 @@ from nanochat.planner.forecast import Tuning
 from nanochat.runtime.progress import amount, duration
 from nanochat.schedule import expected_seconds
 from nanochat.train.fit.disk import of_checkpoints
-from nanochat.train.sizes import Batch
+from nanochat.train.sizes import Batch, check_disk
 
 
 def seconds_of(tuning: Tuning, model: Qwen, batch: Batch, steps: int, compute: Compute) -> float:
@@ -21,7 +23,9 @@ def seconds_of(tuning: Tuning, model: Qwen, batch: Batch, steps: int, compute: C
     This is the planner's prediction if the planner knows the card. Otherwise, it follows from the
     usual share of the peak FLOP/s.
     """
-    seconds = expected.of_tuning(tuning, batch.passes, compute)
+    # the rows of a pass are not those of `tuning` while their number is still to be probed
+    split = replace(tuning, rows=batch.device_batch_size)
+    seconds = expected.of_tuning(split, batch.passes, compute)
     if seconds is not None:
         return steps * seconds
     peak, _ = device.peak_flops(compute)
@@ -31,33 +35,30 @@ def seconds_of(tuning: Tuning, model: Qwen, batch: Batch, steps: int, compute: C
 
 
 def log_needs(
-    tuning: Tuning, model: Qwen, batch: Batch, steps: int, keep: int, compute: Compute
+    tuning: Tuning,
+    model: Qwen,
+    batch: Batch,
+    steps: int,
+    folder: Path,
+    keep: int,
+    compute: Compute,
 ) -> None:
-    """Log the disk space and the time of a run of `steps` steps.
+    """Log the disk space and the time of a run of `steps` steps, whose checkpoints go to `folder`.
 
-    The run keeps its `keep` newest checkpoints, or all of them if `keep` is 0. Raises UserError
-    (exit code 2) if the base folder has less space than that.
+    The run keeps its `keep` newest checkpoints, or all of them if `keep` is 0. Raises UserError if
+    the disk cannot hold two checkpoints, and warns if it cannot hold all that are kept.
     """
     tensors = saved_bytes(model, OneRate(0.0))
-    checkpoint = of_checkpoints(tensors)
-    free = shutil.disk_usage(base_dir()).free
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    check_disk(folder, trained, tensors, keep)
     # A new checkpoint is written before the oldest one is deleted.
     needed = of_checkpoints(tensors, (keep or 1) + 1)
     values = {
         "folder": base_dir(),
         "needed": amount(needed, "B"),
-        "checkpoint": amount(checkpoint, "B"),
-        "free": amount(free, "B"),
+        "checkpoint": amount(of_checkpoints(tensors), "B"),
+        "free": amount(shutil.disk_usage(base_dir()).free, "B"),
     }
-    if needed > free:
-        raise UserError(
-            tr(
-                "{folder} has {free} free, and the checkpoints take up to {needed}: free some space, "
-                "lower --keep, or set NANOCHAT_BASE_DIR to a folder on another disk",
-                **values,
-            ),
-            exit_code=2,
-        )
     if keep:
         log(
             tr(
@@ -76,8 +77,8 @@ def log_needs(
     seconds = seconds_of(tuning, model, batch, steps, compute)
     log(
         tr(
-            "time: about {time} to train on {tokens:,} tokens; loading, validating and saving come "
-            "on top",
+            "time: about {time} to train on {tokens:,} tokens; loading, validating, saving and writing "
+            "own words come on top",
             time=duration(seconds),
             tokens=steps * batch.tokens_per_step,
         )

@@ -49,9 +49,9 @@ class ModelFlags:
     """The flags that choose a model to chat with, and how it decodes."""
 
     source: Annotated[Source | None, arg(aliases=["-i"])] = None
-    """Stage of the model. Default: the stage of the model that was trained last."""
+    """Stage of the model. Default: the stage of the model whose training finished last."""
     model_tag: Annotated[str | None, arg(aliases=["-g"])] = None
-    """Tag of the model, such as d20. Default: the tag of the model that was trained last."""
+    """Tag of the model, such as d20. Default: the tag of the model whose training finished last."""
     step: Annotated[int | None, arg(aliases=["-s"])] = None
     """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     model: Path | None = None
@@ -82,6 +82,7 @@ class Chosen:
     other_models: list[str]  # for each of the other models, the flags that choose it
     latest: str = ""  # when the model was saved, if no flag names it: it is the last finished one
     state: str = ""  # how far the run is, if it is unfinished
+    passed: str = ""  # the flags of a newer model that is unfinished or a trial
     parameters: int = 0  # the number of parameters of the model
     captures: Platform | None = None  # replays decoding steps; None if they are not replayed
 
@@ -115,12 +116,15 @@ def choose(
     if flags.model is not None:
         loaded = load_published(flags.model, adapter, compute)
         other_models: list[str] = []
-        latest = state = ""
+        latest = state = passed = ""
     else:
-        newest = trained(flags.source, flags.model_tag)[0]
+        models = trained(flags.source, flags.model_tag)
+        newest = models[0]
+        last = max(models, key=lambda model: model.saved_at)
+        passed = "" if last == newest or names_trained else last.flags
         loaded = load_model(newest.stage, newest.tag, flags.step, compute)
         other_models = newest.alternatives()
-        latest = "" if names_trained else newest.saved
+        latest = "" if names_trained or newest.unfinished else newest.saved
         state = newest.state
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     _lay_out(flags, loaded, compute)
@@ -130,6 +134,7 @@ def choose(
         other_models,
         latest,
         state,
+        passed,
         parameters,
         captures,
     )

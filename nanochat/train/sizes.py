@@ -4,6 +4,7 @@ The choices follow from the depth, the corpus, the device and its memory. Before
 this module also checks or reports what a run needs: memory, disk, time and passes over its data.
 """
 
+import contextlib
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -228,7 +229,10 @@ def check_disk(folder: Path, parameters: int, checkpoint: float, keep: int) -> N
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    saved = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    saved = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another process has renamed it
+            saved += path.stat().st_size if path.is_file() else 0
     # the newest checkpoint is complete before the oldest is deleted
     kept_at_once = keep + 1 if keep else 2
     needed = disk.of_checkpoints(checkpoint, kept_at_once)

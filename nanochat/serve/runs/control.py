@@ -36,7 +36,16 @@ MOST_OUTPUT = 16_000  # characters of a child's output that are sent, the last o
 MOST_PROCESSES = 1024  # of a run that is resumed
 MOST_WAITING = 8  # requests that may wait for a child; one child runs at a time
 LANGUAGES = ("en", "zh")
-FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # headers that only a proxy adds
+# Headers that only a proxy adds. A plain proxy of nginx adds none, but speaks HTTP/1.0.
+FORWARDED = (
+    "cf-connecting-ip",
+    "forwarded",
+    "via",
+    "x-forwarded-for",
+    "x-forwarded-host",
+    "x-forwarded-proto",
+    "x-real-ip",
+)
 
 
 @dataclass(frozen=True)
@@ -340,7 +349,8 @@ def check_sender(request: Request, has_key: bool) -> None:
 def _is_local(request: Request, host: str) -> bool:
     """Return whether a request comes from this machine, to a local name, and through no proxy."""
     client = request.client.host if request.client else ""
-    if any(name in request.headers for name in FORWARDED):
+    is_old = request.scope.get("http_version") == "1.0"
+    if is_old or any(name in request.headers for name in FORWARDED):
         return False
     return _is_loopback(client) and _is_loopback(host_name(host))
 
@@ -354,7 +364,8 @@ def _is_loopback(host: str | None) -> bool:
 def _cards() -> int:
     """Return how many devices there are, or 1 where a run computes on the CPU."""
     with contextlib.suppress(UserError):
-        return max(device.cards()[1], 1)
+        # Asking for more, such as their kind, would take memory of a device in this process.
+        return max(device.PLATFORMS[device.chosen()[0]]().count(), 1)
     return 1
 
 

@@ -150,6 +150,16 @@ def start(
         )
 
 
+def is_locked(folder: Path) -> bool:
+    """Return whether a process of the run in this folder holds the lock on its log."""
+    with contextlib.suppress(OSError), _opened(folder / LOG) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def ask_to_stop(record: Record) -> bool:
     """Ask the process of a record to save and stop, and return whether it still lives.
 

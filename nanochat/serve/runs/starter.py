@@ -47,7 +47,9 @@ class Starter:
         """Return the environment of a run whose messages are in a language, "en" or "zh"."""
         inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
         own = {"NANOCHAT_BASE_DIR": str(self.base), "NANOCHAT_LANG": language}
-        return {**inherited, **own, "PYTHONUNBUFFERED": "1"}
+        # The launcher of several ranks waits 30 seconds by default, in which not every model saves.
+        patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+        return {**patience, **inherited, **own, "PYTHONUNBUFFERED": "1"}
 
     def start(self, start: Start) -> None:
         """Start a run.
@@ -136,9 +138,16 @@ class Starter:
         return {"from": place, "next": place + len(data), "size": size, "text": text}
 
     def _running(self) -> set[Path]:
-        """Return the folders of the runs that the page has started and that go on."""
+        """Return the folders of the runs that the page has started and that go on.
+
+        Ranks whose launcher is dead count too: they hold the lock on the log.
+        """
         records = {run.folder: record.read(run.folder) for run in self.runs()}
-        return {folder for folder, started in records.items() if started and started.alive}
+        return {
+            folder
+            for folder, started in records.items()
+            if started and (started.alive or record.is_locked(folder))
+        }
 
     def _collect(self) -> None:
         """Write down the exit codes of the runs of this server that have ended."""

@@ -322,6 +322,7 @@ def test_a_process_that_took_the_number_is_not_signalled(client, base_folder):
     folder = base_folder / "tuned_checkpoints" / "made"
     mine = record.read(folder)
     assert mine is not None
+    time.sleep(0.05)  # a process is known by its start in ticks of 10 ms, and a number is not reused so soon
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as stranger:
         fields = {**vars(mine), "pid": stranger.pid}
         record.write(folder, record.Record(**fields))

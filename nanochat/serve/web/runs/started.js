@@ -71,7 +71,8 @@ class Card {
     const name = runName(run);
     const ended = run.state === "ended" && state !== "running"; // a command in a terminal may have resumed it
     const finished = ended && state === "finished";
-    const failed = ended && !finished && run.code !== null && run.code !== 0;
+    const failed = ended && !finished && run.code !== null && run.code !== 0
+      && !(run.asked && [-15, 143].includes(run.code)); // SIGTERM, as asked
     this.title.textContent = name;
     this.badge.className = `state ${ended ? (finished ? "finished" : "stopped") : "running"}`;
     this.badge.textContent = words(ended ? (finished ? "finished" : failed ? "failedRun" : "stopped_run") : run.state === "stopping" ? "stopping" : "running");
