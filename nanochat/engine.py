@@ -124,6 +124,7 @@ class Engine:
         self.drafts = drafts
         self.most_seconds = most_seconds
         self._shared_budget = prefill_tokens  # of a step with running replies
+        self._decode_seconds = 0.0  # of the last step that read no prompt
         self._waiting: deque[Request] = deque()
         self._suspended: dict[int, Request] = {}  # by number
         self._next_request = 0
@@ -353,12 +354,15 @@ class Engine:
         budget = self._shared_budget if delays else self.prefill_tokens
         prompts_read = self._prefill(budget)
         events = self._decode()
+        seconds = time.perf_counter() - start
         if delays and prompts_read:
-            self._adapt_budget(time.perf_counter() - start)
+            self._adapt_budget(seconds - self._decode_seconds)
+        elif delays:
+            self._decode_seconds = seconds
         return events
 
     def _adapt_budget(self, seconds: float) -> None:
-        """Halve or double the prompt tokens of the next step, as the last one took so long."""
+        """Halve or double the prompt tokens of the next step, whose reading took so long."""
         if self.most_seconds is None:
             return
         if seconds > self.most_seconds:

@@ -193,10 +193,11 @@ class Config:
         """Whether the backward pass computes each layer a second time."""
         return self.checkpoint_activations or self.offload_activations
 
-    def rate(self, width: int, steps: int, rule: str) -> float:
+    def rate(self, width: int, steps: int, rule: str, own_words: bool = True) -> float:
         """Return the peak learning rate for `steps` steps of a model with `width` channels.
 
-        `rule` says how an automatic rate is chosen.
+        `rule` says how an automatic rate is chosen, and `own_words` whether the rows hold some of
+        the model's own words.
         """
         if self.learning_rate != "auto":
             return self.learning_rate
@@ -204,7 +205,7 @@ class Config:
         preferences = self.objective.loss == "dpo"
         if rule == FIRST_RATE_RULE:
             return schedule.first_tuning_rate(adapter, preferences)
-        rate = schedule.tuning_rate(width, steps, adapter, preferences)
+        rate = schedule.tuning_rate(width, steps, adapter, preferences, own_words)
         trained = tr("an adapter") if adapter else tr("every parameter")
         log(
             tr(
@@ -387,7 +388,8 @@ def train(cfg: Config, compute: Compute) -> None:
     if cfg.forecast:
         log_needs(tuning, model, batch, steps, folder.path, cfg.run.keep, compute)
         return
-    rates = OneRate(cfg.rate(model.config.n_embd, steps, rule), cfg.weight_decay)
+    rate = cfg.rate(model.config.n_embd, steps, rule, replay_every > 0)
+    rates = OneRate(rate, cfg.weight_decay)
     optimizers = set_up(model, rates, 1.0, folder.path, cfg.run, compute, fill=base.fill)
     if preference:  # before a checkpoint is loaded, the model is its own reference
         for pairs in (rows, val_rows):

@@ -237,3 +237,9 @@ def test_narrow_models_and_short_runs_are_tuned_at_higher_rates(
     for trains_adapter, rate in ((True, adapter), (False, full)):
         assert schedule.tuning_rate(width, steps, trains_adapter, False) == pytest.approx(rate, rel=0.01)
         assert schedule.tuning_rate(width, steps, trains_adapter, True) == pytest.approx(rate / 20, rel=0.01)
+
+
+def test_without_own_words_rates_are_lower() -> None:
+    for adapter, divisor in ((True, 4), (False, 2)):
+        with_words, without = (schedule.tuning_rate(576, 400, adapter, False, words) for words in (True, False))
+        assert with_words == divisor * without

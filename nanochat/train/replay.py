@@ -93,7 +93,7 @@ def resolve_every(every: int | Auto, loss: str, rows: Rows, base: Base, compute:
     data_tokens = rows.count * (rows.row_tokens - 1)
     if loss == "dpo" or data_tokens > MOST_DATA:
         return 0
-    return EVERY if parallel.agree(int(_fits_whole(base, compute)), compute) else 0
+    return EVERY if parallel.least(int(_fits_whole(base, compute)), compute) else 0
 
 
 def _size(base: Base, compute: Compute) -> int:
@@ -148,7 +148,10 @@ def anchored_loss(
     only, and its noise slows the learning of the data.
     """
     log_ratio = -losses - references
-    divergence = log_ratio.clamp_max(LARGEST).exp() - 1 - log_ratio
+    capped = log_ratio.clamp_max(LARGEST)
+    ratio = capped.exp()
+    # Beyond the cap, the loss goes on as a straight line, so that the pull stays as it is there.
+    divergence = ratio - 1 - log_ratio + ratio.detach() * (log_ratio - capped)
     return torch.where(references == NOT_OWN, losses, divergence).sum()
 
 

@@ -167,11 +167,11 @@ def a_run(compute: Compute, models: Path, flags: dict[str, Any]) -> None:
 def test_two_ranks_learn_what_one_learns_however_they_share(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool, rank: int, modes: tuple[str, ...]
 ) -> None:
-    finetune.train(config(models, lora_rank=rank, compile=False), on_cpu())
+    finetune.train(config(models, lora_rank=rank, compile=False, replay_every=2), on_cpu())
     alone = losses()
     for mode in modes:
         monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / mode))
-        pool.run(2, a_run, models, {"lora_rank": rank, "shard": mode})
+        pool.run(2, a_run, models, {"lora_rank": rank, "shard": mode, "replay_every": 2})
         assert losses() == pytest.approx(alone, abs=1e-4), mode
         if rank:
             read_adapter(load_qwen(models / "qwen3", on_cpu()), checkpoint_dir("tune", "made") / "step_000004")
