@@ -6,7 +6,8 @@ python -m bench.finetune.learned --model ./smol --loss dpo
 
 How: 300 conversations about invented things are learned, and 96 questions in other wordings asked
 afterwards. The perplexity of two texts that no run trains on and 200 sums show what is forgotten.
-Each run has a base folder of its own. Typed again after a stop, the command resumes.
+The runs of a seed share a base folder, where the model's own words are written once. Typed again
+after a stop, the command resumes.
 """
 
 import contextlib
@@ -34,7 +35,6 @@ from nanochat.runtime.trackers.jsonl import read_metrics
 from nanochat.train.forgetting import GeneralText, read_passages
 
 Loss = Literal["answers", "dpo"]
-TAG = "learned"
 OTHER_TEXT = ROOT / "docs" / "devices.md"  # beside the package's general text
 GREEDY = Sampling(temperature=0.0, max_tokens=32)
 
@@ -129,19 +129,28 @@ def measure(loaded: Loaded, questions: Sequence[tuple[str, str]], compute: Compu
     )
 
 
+def tag_of(cfg: Config, kind: str) -> str:
+    """Return the tag of a run, which names its data and its flags."""
+    settings = [kind, cfg.loss]
+    if cfg.rank is not None:
+        settings.append(f"rank{cfg.rank}")
+    return "-".join(settings + re.findall(r"[\w.]+", cfg.flags))
+
+
 def train(cfg: Config, kind: str, seed: int, folder: Path) -> tuple[float, float]:
     """Fine-tune in a process of its own; returns its CPU seconds and its peak memory in GB."""
+    tag = tag_of(cfg, kind)
     known = facts.facts(kind, seed)
     records = facts.preferences(known) if cfg.loss == "dpo" else facts.conversations(known)
-    data = folder / f"{kind}.jsonl"
+    data = folder / f"{tag}.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    flags = [f"--model={cfg.model.resolve()}", f"--data={data}", f"--out={TAG}", f"--seed={seed}"]
+    flags = [f"--model={cfg.model.resolve()}", f"--data={data}", f"--out={tag}", f"--seed={seed}"]
     if cfg.loss == "dpo":
         flags.append("--loss=dpo")
     if cfg.rank is not None:
         flags.append(f"--lora_rank={cfg.rank}")
     command = [sys.executable, "-m", "scripts.finetune", *flags, *shlex.split(cfg.flags)]
-    output_path = folder / "log.txt"
+    output_path = folder / f"{tag}.log"
     log(f"{kind}, seed {seed}: {' '.join(command[1:])}; its output goes to {output_path}")
     with open(output_path, "a", encoding="utf-8") as output:
         variables = environment(NANOCHAT_BASE_DIR=str(folder))
@@ -171,9 +180,9 @@ def base_folder(folder: Path) -> Iterator[None]:
 
 def learn(cfg: Config, kind: str, seed: int, compute: Compute) -> Learned:
     """Measure one run, or return what was measured before."""
-    variant = "-".join(re.findall(r"[\w.]+", f"{cfg.loss} {cfg.rank} {cfg.flags}"))
-    folder = base_dir() / "learned" / cfg.model.resolve().name / variant / f"{kind}-{seed}"
-    result = folder / "result.json"
+    tag = tag_of(cfg, kind)
+    folder = base_dir() / "learned" / cfg.model.resolve().name / f"seed-{seed}"
+    result = folder / f"{tag}.json"
     if result.exists():
         saved: dict[str, Any] = read_json(result)
         saved["before"] = Measured(**saved["before"])
@@ -184,8 +193,8 @@ def learn(cfg: Config, kind: str, seed: int, compute: Compute) -> Learned:
     before = measure(load_published(cfg.model, None, compute), questions, compute)
     seconds, peak_gb = train(cfg, kind, seed, folder)
     with base_folder(folder):
-        loaded = load_model("tune", TAG, None, compute)
-        metrics = read_metrics(folder / "tune_checkpoints" / TAG)
+        loaded = load_model("tune", tag, None, compute)
+        metrics = read_metrics(folder / "tuned_checkpoints" / tag)
     after = measure(loaded, questions, compute)
     margins = [line["val_margin"] for line in metrics if "val_margin" in line]
     learned = Learned(

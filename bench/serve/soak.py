@@ -4,8 +4,9 @@ python -m bench.serve.soak --quick             # 20 seconds with 16 clients
 python -m bench.serve.soak                     # ten minutes with 64 clients, half misbehave
 
 How: the server runs as its own process on this machine, with a small model of random weights.
-Polite clients chat again and again, and come back when they are told to; each of the others
-misbehaves in a new way each time. The table shows how many requests were answered and how long they
+Polite clients chat again and again, and come back when they are told to; one in four of them is an
+agent with tools, whose prompts have up to 2,400 words. Each of the others misbehaves in a new way
+each time. The table shows how many requests were answered and how long they
 took, and how much the memory of the server grew.
 """
 
@@ -15,16 +16,17 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 from bench import child, tables
 from bench.processes import refuse
-from bench.serve import model, rude, servers, streams
+from bench.serve import agents, model, rude, servers, streams
 from bench.serve.http import percentile, question
 from bench.training import QWEN3
 from nanochat.common import UserError, log, run
@@ -33,9 +35,10 @@ BUSY = ("429", "503")  # statuses with a time to come back
 WATCH_SECONDS = 1.0  # between two looks at the memory
 RETRY_SECONDS = 2.0  # that the server asks for when it is busy
 WARM = 32  # chats that fill all slots first: the first use of a slot takes memory
+AGENT_EVERY = 4  # of so many polite clients, one is an agent
 SHAPE = replace(
     QWEN3,
-    sequence_len=1024,
+    sequence_len=8192,
     vocab_size=1024,
     n_layer=2,
     n_embd=128,
@@ -68,9 +71,18 @@ class Requests:
         """Chat once, streamed, and count the answer; return whether the reply was complete."""
         fields = {"max_tokens": tokens, "ignore_eos": True, **streams.STREAMED}
         body = question("What is the opposite of hot?", **fields)
+        return self.count(lambda: streams.ask(port, body))
+
+    def agent_turn(self, port: int, draw: random.Random) -> bool:
+        """Ask as an agent does after some calls of tools; otherwise like chat()."""
+        body = agents.body(draw, draw.randint(0, agents.CALLS), 32)
+        return self.count(lambda: agents.ask(port, body))
+
+    def count(self, ask: Callable[[], object]) -> bool:
+        """Send a request and count its answer; return whether the reply was complete."""
         start = time.perf_counter()
         try:
-            streams.ask(port, body)
+            ask()
         except streams.StatusError as failure:
             self.failures.append(str(failure.status))
             return False
@@ -100,6 +112,7 @@ class Observed:
     """What happened in a run."""
 
     chats: Requests = field(default_factory=Requests)
+    agents: Requests = field(default_factory=Requests)
     memory: list[int] = field(default_factory=list)
     conducts: list[str] = field(default_factory=list)
 
@@ -121,11 +134,11 @@ def watch(pid: int, memory: list[int], stop: Event) -> None:
         memory.append(child.memory_of(pid, "VmRSS"))
 
 
-def polite(port: int, chats: Requests, stop: Event) -> None:
-    """Chat again and again; when told to come back, do so."""
+def polite(ask: Callable[[], bool], stop: Event) -> None:
+    """Ask again and again; when told to come back, do so."""
     pause = 0.0
     while not stop.wait(pause):
-        is_complete = chats.chat(port)
+        is_complete = ask()
         pause = random.random() if is_complete else RETRY_SECONDS
 
 
@@ -150,8 +163,11 @@ def soak(port: int, pid: int, seconds: float, count: int) -> Observed:
     for number in range(count // 2):
         arguments = (port, observed.conducts, random.Random(number), stop)
         clients.append(Thread(target=misbehave, args=arguments, daemon=True))
-    for _ in range(count - count // 2):
-        clients.append(Thread(target=polite, args=(port, observed.chats, stop), daemon=True))
+    for number in range(count - count // 2):
+        ask = partial(observed.chats.chat, port)
+        if number % AGENT_EVERY == 0:
+            ask = partial(observed.agents.agent_turn, port, random.Random(number))
+        clients.append(Thread(target=polite, args=(ask, stop), daemon=True))
     for client in clients:
         client.start()
     time.sleep(seconds)
@@ -161,16 +177,20 @@ def soak(port: int, pid: int, seconds: float, count: int) -> Observed:
 
 def show(observed: Observed) -> dict[str, Any]:
     """Print what was counted, and return it."""
-    summary = observed.chats.summary()
-    tables.show(("", *summary), [("chats", *summary.values())])
-    for failure, times in Counter(observed.chats.failures).items():
+    chats = observed.chats.summary()
+    agents_summary = observed.agents.summary()
+    rows = [("chats", *chats.values()), ("agents", *agents_summary.values())]
+    tables.show(("", *chats), rows)
+    failures = observed.chats.failures + observed.agents.failures
+    for failure, times in Counter(failures).items():
         if failure not in BUSY:
             log(f"failed: {failure}, {times} times")
     times_of = Counter(observed.conducts)
     conducts = (f"{name} {times}" for name, times in sorted(times_of.items()))
     log(f"misbehaved: {', '.join(conducts)}")
     return {
-        "chats": summary,
+        "chats": chats,
+        "agents": agents_summary,
         "rss_mb": observed.memory[-1] / 1e6,
         "rss_growth_mb": growth(observed.memory) / 1e6,
     }
