@@ -115,10 +115,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def ours(files: Files) -> Iterator[Server]:
-    """Run our server, as a user starts it."""
+def ours(files: Files, *flags: str) -> Iterator[Server]:
+    """Run our server, as a user starts it, with more flags of scripts.chat_web."""
     command = [sys.executable, "-m", "scripts.chat_web", "--headless", "--port=0"]
-    command.append(f"--model={files.folder}")
+    command += [f"--model={files.folder}", *flags]
     with running("ours", command, OUR_ADDRESS, files.log("ours")) as (process, port):
         yield Server("ours", int(port), process.pid, files.folder.name, {"ignore_eos": True})
 

@@ -206,7 +206,7 @@ def main(cfg: Config) -> None:
     seconds, clients = (20.0, 16) if cfg.quick else (60 * cfg.minutes, cfg.clients)
     with tempfile.TemporaryDirectory() as name:
         files = model.make(Path(name), SHAPE, text=100_000)
-        with servers.ours(files) as server:
+        with servers.ours(files, f"--context={SHAPE.sequence_len}") as server:
             observed = soak(server.port, server.pid, seconds, clients)
         log_bytes = files.log("ours").stat().st_size
     result = show(observed)

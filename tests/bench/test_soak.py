@@ -52,7 +52,7 @@ def test_large_prompts_are_as_large_as_the_server_takes() -> None:
 
 @pytest.mark.slow
 def test_a_short_soak_answers_every_polite_client(capsys: pytest.CaptureFixture[str]) -> None:
-    with running(FakeEngine()) as url:
+    with running(FakeEngine(length=100_000)) as url:  # one token is one byte here
         port = int(url.rpartition(":")[2])
         observed = soak(port, os.getpid(), 2.0, 40)
     result = show(observed)
