@@ -24,8 +24,10 @@ ARCHITECTURES = {
     "Qwen3_5ForConditionalGeneration": "Qwen3.5, Qwen3.6-27B, Qwen3.8-27B",
     "LlamaForCausalLM": "Llama 2 and 3, SmolLM2, TinyLlama, DeepSeek-R1-Distill-Llama",
     "MistralForCausalLM": "Mistral",
+    "MinistralForCausalLM": "Ministral 2410",
 }
-LLAMAS = ("LlamaForCausalLM", "MistralForCausalLM")  # the same layers under other names
+MISTRALS = ("MistralForCausalLM", "MinistralForCausalLM")
+LLAMAS = ("LlamaForCausalLM", *MISTRALS)  # the same layers under other names
 # `model_type` in config.json -> architecture.
 MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
@@ -33,6 +35,7 @@ MODEL_TYPES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
 }
 # Kind of layer in config.json -> its letter in a configuration.
 LAYER_LETTERS = {
@@ -172,7 +175,7 @@ def _kinds(architecture: str, text: Mapping[str, Any], longest: int) -> str:
     elif architecture.startswith("Qwen3_5"):
         interval = text.get("full_attention_interval", 4)
         kinds = "".join(DELTANET if (i + 1) % interval else FULL for i in range(n_layer))
-    elif architecture == "MistralForCausalLM":
+    elif architecture in MISTRALS:
         kinds = SLIDING if text.get("sliding_window") else FULL
     else:
         first = text.get("max_window_layers", 0) if text.get("use_sliding_window") else n_layer
@@ -320,7 +323,9 @@ def _published_windows(shape: QwenConfig, model_type: str) -> dict[str, Any]:
 def _model_type(shape: QwenConfig) -> str:
     """Return the model_type that a publisher's config.json has for this shape."""
     if isinstance(shape, LlamaConfig):
-        return "mistral" if shape.window else "llama"
+        if not shape.window:
+            return "llama"
+        return "ministral" if FULL in shape.kinds else "mistral"
     if shape.output_gate:
         return "qwen3_5_text"
     return "qwen3" if shape.qk_norm else "qwen2"
