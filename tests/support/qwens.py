@@ -59,6 +59,8 @@ OPTIONS = {
     "qwen3 windows": QwenConfig(**SHAPE, n_layer=3, head_dim=16, layers="SAS", window=33),
     "qwen3 biases": QwenConfig(**SHAPE, n_layer=2, head_dim=16, qkv_bias=1, o_bias=1),
     "qwen3 yarn": QwenConfig(**SHAPE, n_layer=2, head_dim=16, **YARN, rope_scale=1.3),
+    "smollm3": LlamaConfig(**SHAPE, n_layer=4, head_dim=12, tied=1, layers="AAAa", rope_theta=5e6),
+    "smollm3 windows": LlamaConfig(**SHAPE, n_layer=3, head_dim=12, layers="AsS", window=40),
     "qwen3.5 yarn": replace(CONFIGS["qwen3.5"], **YARN, rope_scale=1.0),
 }  # fmt: skip
 EVERY = CONFIGS | OPTIONS

@@ -25,9 +25,11 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "Llama 2 and 3, SmolLM2, TinyLlama, DeepSeek-R1-Distill-Llama",
     "MistralForCausalLM": "Mistral",
     "MinistralForCausalLM": "Ministral 2410",
+    "SmolLM3ForCausalLM": "SmolLM3",
 }
 MISTRALS = ("MistralForCausalLM", "MinistralForCausalLM")
-LLAMAS = ("LlamaForCausalLM", *MISTRALS)  # the same layers under other names
+SMOLLM3 = "SmolLM3ForCausalLM"
+LLAMAS = ("LlamaForCausalLM", *MISTRALS, SMOLLM3)  # the same layers under other names
 # `model_type` in config.json -> architecture.
 MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
@@ -36,6 +38,7 @@ MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral": "MinistralForCausalLM",
+    "smollm3": SMOLLM3,
 }
 # Kind of layer in config.json -> its letter in a configuration.
 LAYER_LETTERS = {
@@ -46,11 +49,12 @@ LAYER_LETTERS = {
 # Architectures in whose config.json attention_bias asks for biases, and the same for mlp_bias.
 BIASED_ATTENTION = (
     "LlamaForCausalLM",
+    SMOLLM3,
     "Qwen3ForCausalLM",
     "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration",
 )
-BIASED_MLP = ("LlamaForCausalLM",)
+BIASED_MLP = ("LlamaForCausalLM", SMOLLM3)
 MAX_LAYERS = 1_000  # limit, in case a damaged config.json asks for more
 
 
@@ -168,6 +172,7 @@ def _kinds(architecture: str, text: Mapping[str, Any], longest: int) -> str:
     and no window is given.
     """
     n_layer = min(text["num_hidden_layers"], MAX_LAYERS)
+    rotates = _rotates(architecture, text, n_layer)
     types = text.get("layer_types")
     if types:
         _check_types(types, n_layer)
@@ -175,8 +180,10 @@ def _kinds(architecture: str, text: Mapping[str, Any], longest: int) -> str:
     elif architecture.startswith("Qwen3_5"):
         interval = text.get("full_attention_interval", 4)
         kinds = "".join(DELTANET if (i + 1) % interval else FULL for i in range(n_layer))
+    elif architecture == SMOLLM3 and text.get("use_sliding_window"):
+        kinds = "".join(FULL if rotated else SLIDING for rotated in rotates)
     elif architecture in MISTRALS:
-        kinds = SLIDING if text.get("sliding_window") else FULL
+        kinds = (SLIDING if text.get("sliding_window") else FULL) * n_layer
     else:
         first = text.get("max_window_layers", 0) if text.get("use_sliding_window") else n_layer
         kinds = "".join(SLIDING if i >= first else FULL for i in range(n_layer))
@@ -185,7 +192,20 @@ def _kinds(architecture: str, text: Mapping[str, Any], longest: int) -> str:
         raise UserError(tr("sliding layers need a sliding_window, which is missing"))
     if window is not None and window >= longest:
         kinds = kinds.replace(SLIDING, FULL)
+    layers = zip(kinds, rotates, strict=True)
+    kinds = "".join(kind if rotated else kind.lower() for kind, rotated in layers)
     return kinds[0] if len(set(kinds)) == 1 else kinds
+
+
+def _rotates(architecture: str, text: Mapping[str, Any], n_layer: int) -> list[bool]:
+    """Return whether each layer has rotary embeddings: in SmolLM3, every fourth has none."""
+    if architecture != SMOLLM3:
+        return [True] * n_layer
+    flags = text.get("no_rope_layers")  # despite the name, 1 means that the layer rotates
+    if flags:
+        return [bool(flag) for flag in flags[:n_layer]]
+    interval = text.get("no_rope_layer_interval", 4)
+    return [(i + 1) % interval != 0 for i in range(n_layer)]
 
 
 def _check_types(types: Sequence[str], n_layer: int) -> None:
@@ -246,7 +266,7 @@ def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
         **rope_settings(text, head_dim, 0.25 if architecture.startswith("Qwen3_5") else 1.0),
     }
     shape["layers"] = _kinds(architecture, text, longest_context(shape))
-    if SLIDING in shape["layers"]:
+    if SLIDING in shape["layers"].upper():
         shape["window"] = text["sliding_window"]
     if architecture.startswith("Qwen3_5"):
         shape |= {
@@ -288,6 +308,11 @@ def published(shape: QwenConfig) -> dict[str, Any]:
         content["attention_bias"] = True
     if shape.mlp_bias:
         content["mlp_bias"] = True
+    if model_type == "smollm3":
+        content |= {
+            "no_rope_layers": [int(letter.isupper()) for letter in shape.kinds],
+            "pad_token_id": None,  # by default a token that only the publisher's vocabulary has
+        }
     if shape.window:
         content |= _published_windows(shape, model_type)
     if model_type == "qwen3_5_text":
@@ -305,7 +330,7 @@ def published(shape: QwenConfig) -> dict[str, Any]:
 def _layer_types(shape: QwenConfig) -> list[str]:
     """Return the kind of each layer as config.json names it."""
     types = {letter: layer_type for layer_type, letter in LAYER_LETTERS.items()}
-    return [types[letter] for letter in shape.kinds]
+    return [types[letter.upper()] for letter in shape.kinds]
 
 
 def _published_windows(shape: QwenConfig, model_type: str) -> dict[str, Any]:
@@ -315,7 +340,7 @@ def _published_windows(shape: QwenConfig, model_type: str) -> dict[str, Any]:
     return {
         "use_sliding_window": True,
         "sliding_window": shape.window,
-        "max_window_layers": shape.kinds.index(SLIDING),
+        "max_window_layers": shape.kinds.upper().index(SLIDING),
         "layer_types": _layer_types(shape),
     }
 
@@ -323,6 +348,8 @@ def _published_windows(shape: QwenConfig, model_type: str) -> dict[str, Any]:
 def _model_type(shape: QwenConfig) -> str:
     """Return the model_type that a publisher's config.json has for this shape."""
     if isinstance(shape, LlamaConfig):
+        if not shape.kinds.isupper():
+            return "smollm3"
         if not shape.window:
             return "llama"
         return "ministral" if FULL in shape.kinds else "mistral"

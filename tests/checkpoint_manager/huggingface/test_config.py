@@ -49,6 +49,10 @@ NAMED = {
     "DeepSeek-R1-Distill-Qwen-1.5B": (config_of(
         "Qwen2ForCausalLM", 28, 1536, 8960, (12, 2), vocab_size=151_936, max_position_embeddings=131_072,
         rope_theta=10_000, use_mrope=False, **WINDOWLESS), 1_777_088_000),
+    "SmolLM3-3B": (config_of(
+        "SmolLM3ForCausalLM", 36, 2048, 11_008, (16, 4), vocab_size=128_256, max_position_embeddings=65_536,
+        tie_word_embeddings=True, rope_theta=5_000_000.0, rope_scaling=None, no_rope_layers=[1, 1, 1, 0] * 9,
+        no_rope_layer_interval=4, layer_types=["full_attention"] * 36, **WINDOWLESS), 3_075_098_624),
     "DeepSeek-R1-Distill-Llama-8B": (config_of(
         "LlamaForCausalLM", 32, 4096, 14_336, (32, 8), vocab_size=128_256, max_position_embeddings=131_072,
         rope_theta=500_000.0, rope_scaling={**LLAMA3_ROPE, "factor": 8.0}, attention_bias=False), 8_030_261_248),
