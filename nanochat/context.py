@@ -161,6 +161,7 @@ class Packed(Rows):
         self.documents = documents
         self.positions: Tensor = index - starts
         self.seen = same & cache_mask(index, T, T)  # (B, 1, T, T) True where a query sees a key
+        self._masks: dict[int, Tensor] = {}  # window -> the same within a window
 
     def previous(self, x: Tensor) -> Tensor:
         """Return x shifted right by one token, with zeros where a document begins."""
@@ -170,8 +171,14 @@ class Packed(Rows):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
-        """Compute causal attention within each document, however long; `window` is not used."""
-        return self.attention.masked(q, k, v, self.seen, scale)
+        """Compute causal attention within each document and the window."""
+        T = q.size(1)
+        if window >= T - 1:
+            return self.attention.masked(q, k, v, self.seen, scale)
+        if window not in self._masks:
+            index = torch.arange(T, device=q.device)[None]
+            self._masks[window] = self.seen & cache_mask(index, T, window)
+        return self.attention.masked(q, k, v, self._masks[window], scale)
 
 
 class Tree(Rows):

@@ -42,9 +42,19 @@ MAY_BE_ZERO = {
     "qk_norm": 1,
     "zero_centred": 1,
     "output_gate": 1,
+    "o_bias": 1,
+    "mlp_bias": 1,
     "rotary_dim": 1 << 12,
+    "window": 1 << 20,
 }
-POSITIVE_FRACTIONS = ("rope_theta", "norm_eps", "rope_factor", "rope_low", "rope_high")
+POSITIVE_FRACTIONS = (
+    "rope_theta",
+    "norm_eps",
+    "rope_factor",
+    "rope_low",
+    "rope_high",
+    "rope_scale",
+)
 LONGEST_TEXT = 1_000  # characters of a text such as window_pattern: one per layer
 Shape = TypeVar("Shape")
 
@@ -93,12 +103,14 @@ def _renamed_settings(shape: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a shape under today's names.
 
     Instead of `offset_layers`, checkpoints of 2026-11-24 have `key_offset`, which gives either all
-    layers an offset or none.
+    layers an offset or none. Until 2026-11-28 every model with a `rope_factor` was a Llama 3.
     """
     settings = dict(shape)
     if "key_offset" in settings:
         has_offsets = settings.pop("key_offset")
         settings["offset_layers"] = settings.get("n_layer") if has_offsets else 0
+    if settings.get("rope_factor", 1.0) != 1 and "rope" not in settings:
+        settings["rope"] = "llama3"
     return settings
 
 

@@ -20,8 +20,9 @@ from nanochat.export import llama
 from nanochat.export.gguf_reader import GGUFFile, copy_again
 from nanochat.export.gguf_tokenizer import published_tokenizer
 from nanochat.export.huggingface import converted
-from nanochat.models.llama import LlamaConfig, rotary_divisors
+from nanochat.models.llama import LlamaConfig
 from nanochat.models.qwen.config import QwenConfig
+from nanochat.models.rope import rotary_divisors
 
 ARCHITECTURES: dict[str, type[QwenConfig]] = {
     "llama": LlamaConfig,
@@ -81,6 +82,7 @@ def _shape(source: GGUFFile) -> QwenConfig:
     }
     if llama.ROPE_DIVISORS in source.shapes:
         divisors = source.tensor(llama.ROPE_DIVISORS)
+        settings["rope"] = "llama3"
         settings["rope_factor"] = _decimal(divisors.max().item())
         settings["rope_original"] = value(llama.ROPE_ORIGINAL, LlamaConfig.rope_original)
     shape = checked_shape(ARCHITECTURES[name], settings, str(source.path))

@@ -17,6 +17,7 @@ from nanochat.export.llama_vocabulary import vocabulary
 from nanochat.models.llama import LlamaConfig
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
+from nanochat.models.rope import rotary_divisors
 
 FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's codes for file types
 # Our name for a parameter outside the layers -> llama.cpp's name.
@@ -57,6 +58,7 @@ def architecture(config: QwenConfig) -> str:
 
     Raises UserError (exit code 2) if llama.cpp cannot compute a model of this shape.
     """
+    _check_options(config)
     if isinstance(config, LlamaConfig):
         return "llama"
     if not config.output_gate:
@@ -73,6 +75,29 @@ def architecture(config: QwenConfig) -> str:
             exit_code=2,
         )
     return "qwen35"
+
+
+def _check_options(config: QwenConfig) -> None:
+    """Raise UserError (exit code 2) if a model has options that this export does not write."""
+    is_llama = isinstance(config, LlamaConfig)
+    ropes = ("default", "llama3") if is_llama else ("default",)
+    options = {
+        tr("sliding windows"): min(config.windows) < config.sequence_len - 1,
+        tr("layers without positions"): not config.kinds.isupper(),
+        tr("rotary embeddings of type {rope}", rope=config.rope): config.rope not in ropes,
+        tr("biases in every matrix of attention"): config.o_bias,
+        tr("biases in its MLPs"): config.mlp_bias,
+    }
+    for option, is_present in options.items():
+        if is_present:
+            raise UserError(
+                tr(
+                    "the model has {option}, which is not written to a GGUF file. Export with "
+                    "--format huggingface, and convert the folder with llama.cpp's own tool",
+                    option=option,
+                ),
+                exit_code=2,
+            )
 
 
 def _shape(config: QwenConfig) -> dict[str, Value]:
@@ -92,7 +117,7 @@ def _shape(config: QwenConfig) -> dict[str, Value]:
         "rope.dimension_count": c.rotated,
         "vocab_size": c.vocab_size,
     }
-    if isinstance(config, LlamaConfig) and config.rope_factor != 1:
+    if config.rope == "llama3":
         values[ROPE_ORIGINAL] = config.rope_original
     name = architecture(config)
     if name == "qwen35":
@@ -201,7 +226,7 @@ def tensors(model: Qwen, dtype: torch.dtype) -> Iterator[PlannedTensor]:
             shape = (shape[0], shape[2])
         convert = partial(_convert, name, parameter, model.config, stored_dtype)
         yield PlannedTensor(tensor_name(name, model.config), shape, stored_dtype, convert)
-    divisors = model.rotary_divisors()
+    divisors = rotary_divisors(model.config, model.device)
     if divisors is not None:
         yield PlannedTensor(ROPE_DIVISORS, tuple(divisors.shape), torch.float32, lambda: divisors)
 

@@ -1,9 +1,11 @@
 """Published model families that can be fine-tuned, served and exported.
 
-The package holds the dense Qwen models from 1.5 to 3.5 (Qwen3 can also be trained from scratch),
-the Llama models and low-rank adapters. Read the files in this order:
+The package holds one decoder with the options of all families, and low-rank adapters. The decoder
+began as the dense Qwen models (Qwen3 can also be trained from scratch). Read the files in this
+order:
 
-qwen/config.py       the model shapes of all versions
+qwen/config.py       the shapes of models and their options
+rope.py              rotary frequencies for long contexts
 qwen/layers.py       vocabulary, norm, attention, MLP and block; functions.py has their arithmetic
 qwen/model.py        the model, with the members that model.py requires of every family
 qwen/deltanet.py     Gated DeltaNet, the recurrent layers of Qwen3.5

@@ -98,12 +98,13 @@ def attention_flops(tuning: Tuning) -> float:
     """Return the FLOPs per token of a pass's attention over rows without borders.
 
     There are two matmuls in the forward pass and five in the backward pass. A token sees half of
-    its row, or less where the row holds several conversations.
+    its row, or less where the row holds several conversations. A device that masks computes the
+    scores outside a sliding window too.
     """
     shape = tuning.shape
     matmuls = 9 if tuning.checkpoint_activations else 7
     channels = shape.n_head * shape.head_dim
-    layers = shape.kinds.count("A")
+    layers = len(shape.windows)
     return matmuls * 2 * channels * layers * shape.sequence_len / 2
 
 

@@ -17,6 +17,7 @@ from nanochat.linear import Linear
 from nanochat.models.llama import Llama
 from nanochat.models.qwen.layers import MLP, Attention, Block, Norm, Vocabulary
 from nanochat.models.qwen.model import Qwen
+from nanochat.models.rope import rotary_base, rotary_divisors
 from nanochat.platforms.operations import Operations
 from nanochat.platforms.together import Pack, Product, joined
 
@@ -212,7 +213,7 @@ class OperatorAttention(Attention):
         assert self.norm_weights is not None
         epsilon = self.q_norm.epsilon
         c = self.config
-        if c.rotated == c.head_dim:
+        if self.rotates and c.rotated == c.head_dim:
             return self.operations.normed_heads(qk, self.norm_weights, epsilon, *rotary)
         normed = self.operations.weighted_norm(qk, self.norm_weights, epsilon)
         return self.rotated(normed, rotary)
@@ -275,21 +276,13 @@ class OperatorQwen(Qwen):
 
     operations: Operations
 
-    def rotary_tables(self, length: int) -> tuple[Tensor, Tensor]:
-        """Implement Qwen.rotary_tables with tables in the layout that the platform reads.
-
-        The sines are negated, because Qwen rotates the opposite way to our GPT.
-        """
+    def angles(self, length: int) -> tuple[Tensor, Tensor]:
+        """Implement Qwen.angles with tables in the layout that the platform reads."""
         c = self.config
-        cos, sin = self.operations.rotary_tables(
-            length,
-            c.rotated,
-            self.device,
-            self.dtype,
-            c.rope_theta,
-            self.rotary_divisors(),
+        divisors = rotary_divisors(c, self.device)
+        return self.operations.rotary_tables(
+            length, c.rotated, self.device, torch.float32, rotary_base(c), divisors
         )
-        return cos, -sin
 
     def log_totals(self, logits: Tensor) -> Tensor | None:
         """Return the log-sum-exp of each row of logits, or None if log_softmax is cheaper."""

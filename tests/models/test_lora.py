@@ -20,7 +20,13 @@ CONFIG = LoraConfig(rank=4, alpha=12.0)
 DELTA = LoraConfig(
     rank=3, alpha=5.0, targets=("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "down_proj"), stabilised=True
 )
-CASES = [("qwen2", CONFIG), ("qwen3", CONFIG), ("qwen3.5", DELTA)]
+CASES = [
+    ("qwen2", CONFIG),
+    ("qwen3", CONFIG),
+    ("qwen3.5", DELTA),
+    ("llama biases", CONFIG),
+    ("mistral windows", CONFIG),
+]
 
 
 def with_adapter(family: str, config: LoraConfig) -> Qwen:

@@ -1,7 +1,9 @@
 """Small random models of each published family, ours and Hugging Face transformers', with the same weights."""
 
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,14 @@ from nanochat.tokenizer import PATTERNS
 from tests.support.tiny_model import TEXT
 
 VOCABULARY, CONTEXT = 320, 256
-SHAPE = {"vocab_size": VOCABULARY, "sequence_len": CONTEXT, "n_embd": 48, "n_head": 4, "n_kv_head": 2, "n_hidden": 80}
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "sequence_len": CONTEXT,
+    "n_embd": 48,
+    "n_head": 4,
+    "n_kv_head": 2,
+    "n_hidden": 80,
+}
 CONFIGS = {
     "qwen2": QwenConfig(**SHAPE, n_layer=2, head_dim=12, qkv_bias=1, qk_norm=0, tied=0, rope_theta=10_000.0),
     "qwen2.5-tied": QwenConfig(**SHAPE, n_layer=2, head_dim=12, qkv_bias=1, qk_norm=0, tied=1),
@@ -31,9 +40,30 @@ CONFIGS = {
         delta_key_heads=2, delta_value_heads=4, delta_key_dim=12, delta_value_dim=16, rope_theta=10_000_000.0,
     ),
     "llama3": LlamaConfig(
-        **SHAPE, n_layer=2, head_dim=12, tied=0, rope_theta=500_000.0, rope_factor=8.0, rope_original=64,
+        **SHAPE, n_layer=2, head_dim=12, tied=0, rope_theta=500_000.0, rope="llama3", rope_factor=8.0, rope_original=64,
     ),
 }  # fmt: skip
+YARN: dict[str, Any] = {"rope": "yarn", "rope_factor": 4.0, "rope_low": 1.0, "rope_high": 32.0, "rope_original": 64}
+# Options beyond those of the families above; positions go beyond the context of pretraining.
+OPTIONS = {
+    "llama2": LlamaConfig(**SHAPE, n_layer=2, head_dim=12, tied=0, rope_theta=10_000.0),
+    "llama biases": LlamaConfig(**SHAPE, n_layer=2, head_dim=16, qkv_bias=1, o_bias=1, mlp_bias=1),
+    "llama linear": LlamaConfig(**SHAPE, n_layer=2, head_dim=12, rope="linear", rope_factor=4.0, rope_original=256),
+    "llama dynamic": LlamaConfig(
+        **SHAPE | {"sequence_len": 150}, n_layer=2, head_dim=12, rope="dynamic", rope_factor=4.0, rope_original=64,
+    ),
+    "llama yarn": LlamaConfig(**SHAPE, n_layer=2, head_dim=12, tied=0, **YARN, rope_scale=0.1 * math.log(4) + 1),
+    "mistral windows": LlamaConfig(**SHAPE, n_layer=2, head_dim=16, tied=0, layers="S", window=40),
+    "ministral windows": LlamaConfig(**SHAPE, n_layer=3, head_dim=16, tied=0, layers="ASS", window=40),
+    "qwen2 windows": QwenConfig(**SHAPE, n_layer=3, head_dim=12, qkv_bias=1, qk_norm=0, layers="ASS", window=7),
+    "qwen3 windows": QwenConfig(**SHAPE, n_layer=3, head_dim=16, layers="SAS", window=33),
+    "qwen3 biases": QwenConfig(**SHAPE, n_layer=2, head_dim=16, qkv_bias=1, o_bias=1),
+    "qwen3 yarn": QwenConfig(**SHAPE, n_layer=2, head_dim=16, **YARN, rope_scale=1.3),
+    "smollm3": LlamaConfig(**SHAPE, n_layer=4, head_dim=12, tied=1, layers="AAAa", rope_theta=5e6),
+    "smollm3 windows": LlamaConfig(**SHAPE, n_layer=3, head_dim=12, layers="AsS", window=40),
+    "qwen3.5 yarn": replace(CONFIGS["qwen3.5"], **YARN, rope_scale=1.0),
+}  # fmt: skip
+EVERY = CONFIGS | OPTIONS
 
 
 def tiny_qwen(
@@ -41,7 +71,7 @@ def tiny_qwen(
 ) -> Qwen:
     """A model whose weights are large enough that every part of it matters, with norms and biases that are not
     trivial."""
-    config = CONFIGS[family]
+    config = EVERY[family]
     model = families()[family_of(config)].model(config, dtype)
     if operations is not None:
         accelerate(model, operations)

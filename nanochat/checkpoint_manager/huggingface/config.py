@@ -1,34 +1,60 @@
 """Translates config.json, which describes a published model, to the model's shape and back."""
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nanochat.checkpoint_manager.families import checked_shape
 from nanochat.checkpoint_manager.huggingface.quantised import SETTING, check_quantisation
+from nanochat.checkpoint_manager.huggingface.rope import (
+    longest_context,
+    published_rope,
+    rope_settings,
+)
 from nanochat.common import UserError, read_json, tr
 from nanochat.models.llama import LlamaConfig
-from nanochat.models.qwen.config import QwenConfig
+from nanochat.models.qwen.config import DELTANET, FULL, SLIDING, QwenConfig
 
 # Supported architecture -> the models that have it.
 ARCHITECTURES = {
-    "Qwen2ForCausalLM": "Qwen1.5, Qwen2, Qwen2.5",
+    "Qwen2ForCausalLM": "Qwen1.5, Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen",
     "Qwen3ForCausalLM": "Qwen3",
     "Qwen3_5ForCausalLM": "Qwen3.5, text",
-    "Qwen3_5ForConditionalGeneration": "Qwen3.5",
-    "LlamaForCausalLM": "Llama, SmolLM2",
+    "Qwen3_5ForConditionalGeneration": "Qwen3.5, Qwen3.6-27B, Qwen3.8-27B",
+    "LlamaForCausalLM": "Llama 2 and 3, SmolLM2, TinyLlama, DeepSeek-R1-Distill-Llama",
     "MistralForCausalLM": "Mistral",
+    "MinistralForCausalLM": "Ministral 2410",
+    "SmolLM3ForCausalLM": "SmolLM3",
 }
-LLAMAS = ("LlamaForCausalLM", "MistralForCausalLM")  # the same layers under two names
+MISTRALS = ("MistralForCausalLM", "MinistralForCausalLM")
+SMOLLM3 = "SmolLM3ForCausalLM"
+LLAMAS = ("LlamaForCausalLM", *MISTRALS, SMOLLM3)  # the same layers under other names
 # `model_type` in config.json -> architecture.
 MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "smollm3": SMOLLM3,
 }
-LAYER_LETTERS = {"full_attention": "A", "linear_attention": "D"}
+# Kind of layer in config.json -> its letter in a configuration.
+LAYER_LETTERS = {
+    "full_attention": FULL,
+    "sliding_attention": SLIDING,
+    "linear_attention": DELTANET,
+}
+# Architectures in whose config.json attention_bias asks for biases, and the same for mlp_bias.
+BIASED_ATTENTION = (
+    "LlamaForCausalLM",
+    SMOLLM3,
+    "Qwen3ForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+)
+BIASED_MLP = ("LlamaForCausalLM", SMOLLM3)
 MAX_LAYERS = 1_000  # limit, in case a damaged config.json asks for more
 
 
@@ -85,14 +111,15 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
             2,
         ) from failure
     if sequence_len is not None:
-        if sequence_len > shape["sequence_len"]:
+        longest = longest_context(shape)
+        if sequence_len > longest:
             raise UserError(
                 tr(
                     "a context of {sequence_len:,} tokens was asked for, and the model in "
                     "{folder} was made for at most {longest:,}. Ask for less",
                     sequence_len=sequence_len,
                     folder=folder,
-                    longest=shape["sequence_len"],
+                    longest=longest,
                 ),
                 2,
             )
@@ -136,58 +163,72 @@ def _tied(content: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
     return bool(content.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
 
 
-def _refuse_unknown(architecture: str, text: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    """Raise UserError if the model needs a computation that is not supported."""
-
-    def refuse_if(is_unsupported: bool, feature: str) -> None:
-        if is_unsupported:
-            raise UserError(
-                tr("the model has {feature} supported. Use another model", feature=feature)
-            )
-
-    activation = text.get("hidden_act", "silu")
-    refuse_if(
-        activation != "silu", tr("the activation {activation!r}; silu is", activation=activation)
-    )
-    rope_types = ("default", "llama3") if architecture in LLAMAS else ("default",)
-    rope_type = _rope_type(rope)
-    refuse_if(
-        rope_type not in rope_types,
-        tr(
-            "rotary embeddings of type {rope_type!r}; {known} are",
-            rope_type=rope_type,
-            known=tr(" and ").join(rope_types),
-        ),
-    )
-    refuse_if(_slides(architecture, text), tr("a sliding window; full attention is"))
-    refuse_if(
-        bool(text.get("attention_bias")),
-        tr("biases in every matrix of attention; only those of Qwen2 are"),
-    )
-    refuse_if(bool(text.get("mlp_bias")), tr("biases in its MLPs; MLPs without biases are"))
-
-
-def _rope_type(rope: Mapping[str, Any]) -> str:
-    """Return the type of rotary embeddings that a config.json names under its new or old name."""
-    return rope.get("rope_type") or rope.get("type") or "default"
-
-
-def _slides(architecture: str, text: Mapping[str, Any]) -> bool:
-    """Return whether a layer has a sliding window that is shorter than the context.
+def _kinds(architecture: str, text: Mapping[str, Any], longest: int) -> str:
+    """Return a string with a letter per layer, or a single letter if all are of one kind.
 
     Without layer_types, use_sliding_window concerns the layers from max_window_layers on. Mistral
-    has neither: its window, if any, concerns all layers.
+    has neither: its window, if any, concerns all layers. A window that is at least as long as the
+    longest context hides nothing. Raises UserError if a kind of layer is unknown, or if layers slide
+    and no window is given.
     """
+    n_layer = min(text["num_hidden_layers"], MAX_LAYERS)
+    rotates = _rotates(architecture, text, n_layer)
+    types = text.get("layer_types")
+    if types:
+        _check_types(types, n_layer)
+        kinds = "".join(LAYER_LETTERS[layer_type] for layer_type in types)
+    elif architecture.startswith("Qwen3_5"):
+        interval = text.get("full_attention_interval", 4)
+        kinds = "".join(DELTANET if (i + 1) % interval else FULL for i in range(n_layer))
+    elif architecture == SMOLLM3 and text.get("use_sliding_window"):
+        kinds = "".join(FULL if rotated else SLIDING for rotated in rotates)
+    elif architecture in MISTRALS:
+        kinds = (SLIDING if text.get("sliding_window") else FULL) * n_layer
+    else:
+        first = text.get("max_window_layers", 0) if text.get("use_sliding_window") else n_layer
+        kinds = "".join(SLIDING if i >= first else FULL for i in range(n_layer))
     window = text.get("sliding_window")
-    if window is not None and window >= text["max_position_embeddings"]:
-        return False
-    layers = text.get("layer_types")
-    if layers:
-        return "sliding_attention" in layers
-    if architecture == "MistralForCausalLM":
-        return window is not None
-    first = text.get("max_window_layers", 0)
-    return bool(text.get("use_sliding_window")) and first < text["num_hidden_layers"]
+    if SLIDING in kinds and window is None:
+        raise UserError(tr("sliding layers need a sliding_window, which is missing"))
+    if window is not None and window >= longest:
+        kinds = kinds.replace(SLIDING, FULL)
+    layers = zip(kinds, rotates, strict=True)
+    kinds = "".join(kind if rotated else kind.lower() for kind, rotated in layers)
+    return kinds[0] if len(set(kinds)) == 1 else kinds
+
+
+def _rotates(architecture: str, text: Mapping[str, Any], n_layer: int) -> list[bool]:
+    """Return whether each layer has rotary embeddings: in SmolLM3, every fourth has none."""
+    if architecture != SMOLLM3:
+        return [True] * n_layer
+    flags = text.get("no_rope_layers")  # despite the name, 1 means that the layer rotates
+    if flags:
+        return [bool(flag) for flag in flags[:n_layer]]
+    interval = text.get("no_rope_layer_interval", 4)
+    return [(i + 1) % interval != 0 for i in range(n_layer)]
+
+
+def _check_types(types: Sequence[str], n_layer: int) -> None:
+    """Raise UserError unless layer_types names a known kind for each layer."""
+    unknown = next((kind for kind in types if kind not in LAYER_LETTERS), None)
+    if unknown is not None:
+        raise UserError(
+            tr(
+                "layer_types names layers of kind {unknown}, and the known ones are {known}. Use "
+                "another model",
+                unknown=reprlib.repr(unknown),
+                known=", ".join(LAYER_LETTERS),
+            )
+        )
+    if len(types) != n_layer:
+        raise UserError(
+            tr(
+                "layer_types names {count} layers, and num_hidden_layers is {n_layer}. Copy the "
+                "model again from its source",
+                count=len(types),
+                n_layer=n_layer,
+            )
+        )
 
 
 def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,12 +236,18 @@ def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises UserError if the model needs a computation that is not supported.
     """
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    _refuse_unknown(architecture, text, rope)
+    activation = text.get("hidden_act", "silu")
+    if activation != "silu":
+        raise UserError(
+            tr(
+                "the activation is {activation}, and only silu is supported. Use another model",
+                activation=reprlib.repr(activation),
+            )
+        )
     heads = text["num_attention_heads"]
     head_dim = text.get("head_dim") or text["hidden_size"] // heads
-    rope_theta = rope.get("rope_theta") or text.get("rope_theta") or 10_000.0
     is_qwen2 = architecture == "Qwen2ForCausalLM"
+    bias = int(architecture in BIASED_ATTENTION and bool(text.get("attention_bias")))
     shape = {
         "sequence_len": text["max_position_embeddings"],
         "vocab_size": text["vocab_size"],
@@ -210,26 +257,19 @@ def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
         "n_kv_head": text.get("num_key_value_heads") or heads,
         "head_dim": head_dim,
         "n_hidden": text["intermediate_size"],
-        "rope_theta": float(rope_theta),
         "norm_eps": float(text["rms_norm_eps"]),
         "tied": int(text["tie_word_embeddings"]),
-        "qkv_bias": int(is_qwen2),
+        "qkv_bias": 1 if is_qwen2 else bias,
+        "o_bias": bias,
+        "mlp_bias": int(architecture in BIASED_MLP and bool(text.get("mlp_bias"))),
         "qk_norm": int(not is_qwen2 and architecture not in LLAMAS),
+        **rope_settings(text, head_dim, 0.25 if architecture.startswith("Qwen3_5") else 1.0),
     }
-    if _rope_type(rope) == "llama3":
-        shape |= {
-            "rope_factor": float(rope["factor"]),
-            "rope_low": float(rope["low_freq_factor"]),
-            "rope_high": float(rope["high_freq_factor"]),
-            "rope_original": rope["original_max_position_embeddings"],
-        }
+    shape["layers"] = _kinds(architecture, text, longest_context(shape))
+    if SLIDING in shape["layers"].upper():
+        shape["window"] = text["sliding_window"]
     if architecture.startswith("Qwen3_5"):
-        rotary_share = (
-            rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 0.25
-        )
         shape |= {
-            "layers": _layers(text),
-            "rotary_dim": int(head_dim * rotary_share),
             "zero_centred": 1,
             "output_gate": 1,
             "delta_key_heads": text["linear_num_key_heads"],
@@ -239,19 +279,6 @@ def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
             "delta_width": text["linear_conv_kernel_dim"],
         }
     return shape
-
-
-def _layers(text: Mapping[str, Any]) -> str:
-    """Return a string with a letter per layer: A for full attention, D for linear attention."""
-    types = text.get("layer_types")
-    if types:
-        return "".join(LAYER_LETTERS[layer_type] for layer_type in types)
-    interval = text.get("full_attention_interval", 4)
-    letters = ""
-    for layer in range(min(text["num_hidden_layers"], MAX_LAYERS)):
-        is_full = (layer + 1) % interval == 0
-        letters += "A" if is_full else "D"
-    return letters
 
 
 def published(shape: QwenConfig) -> dict[str, Any]:
@@ -272,44 +299,60 @@ def published(shape: QwenConfig) -> dict[str, Any]:
         "num_key_value_heads": shape.n_kv_head,
         "head_dim": shape.head_dim,
         "rms_norm_eps": shape.norm_eps,
-        "max_position_embeddings": shape.sequence_len,
         "tie_word_embeddings": bool(shape.tied),
-        "rope_theta": shape.rope_theta,
+        **published_rope(shape, in_parameters=model_type == "qwen3_5_text"),
     }
     if model_type == "qwen2":
         del content["head_dim"]  # readers of this type compute it
-    if isinstance(shape, LlamaConfig) and shape.rope_factor != 1:
-        content["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": shape.rope_factor,
-            "low_freq_factor": shape.rope_low,
-            "high_freq_factor": shape.rope_high,
-            "original_max_position_embeddings": shape.rope_original,
-        }
-    if model_type == "qwen3_5_text":
-        del content["rope_theta"]
-        types = {letter: layer_type for layer_type, letter in LAYER_LETTERS.items()}
+    if shape.o_bias:
+        content["attention_bias"] = True
+    if shape.mlp_bias:
+        content["mlp_bias"] = True
+    if model_type == "smollm3":
         content |= {
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": shape.rope_theta,
-                "mrope_section": [2, 1, 1],
-                "partial_rotary_factor": shape.rotated / shape.head_dim,
-            },
+            "no_rope_layers": [int(letter.isupper()) for letter in shape.kinds],
+            "pad_token_id": None,  # by default a token that only the publisher's vocabulary has
+        }
+    if shape.window:
+        content |= _published_windows(shape, model_type)
+    if model_type == "qwen3_5_text":
+        content |= {
             "linear_num_key_heads": shape.delta_key_heads,
             "linear_num_value_heads": shape.delta_value_heads,
             "linear_key_head_dim": shape.delta_key_dim,
             "linear_value_head_dim": shape.delta_value_dim,
             "linear_conv_kernel_dim": shape.delta_width,
-            "layer_types": [types[letter] for letter in shape.kinds],
+            "layer_types": _layer_types(shape),
         }
     return content
+
+
+def _layer_types(shape: QwenConfig) -> list[str]:
+    """Return the kind of each layer as config.json names it."""
+    types = {letter: layer_type for layer_type, letter in LAYER_LETTERS.items()}
+    return [types[letter.upper()] for letter in shape.kinds]
+
+
+def _published_windows(shape: QwenConfig, model_type: str) -> dict[str, Any]:
+    """Return what config.json says about sliding windows, also to readers without layer_types."""
+    if model_type == "mistral":
+        return {"sliding_window": shape.window}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": shape.window,
+        "max_window_layers": shape.kinds.upper().index(SLIDING),
+        "layer_types": _layer_types(shape),
+    }
 
 
 def _model_type(shape: QwenConfig) -> str:
     """Return the model_type that a publisher's config.json has for this shape."""
     if isinstance(shape, LlamaConfig):
-        return "llama"
+        if not shape.kinds.isupper():
+            return "smollm3"
+        if not shape.window:
+            return "llama"
+        return "ministral" if FULL in shape.kinds else "mistral"
     if shape.output_gate:
         return "qwen3_5_text"
     return "qwen3" if shape.qk_norm else "qwen2"

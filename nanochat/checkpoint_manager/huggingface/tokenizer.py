@@ -241,10 +241,13 @@ class FolderTokenizer:
     def _read_stops(self) -> frozenset[int]:
         """Return the tokens that end a reply, according to the publisher.
 
-        They are the eos tokens of generation_config.json and tokenizer_config.json, and the special
-        tokens that ENDS_OF_TURN names. Raises UserError if there are none.
+        They are the eos tokens of generation_config.json, else config.json, that of
+        tokenizer_config.json, and the special tokens that ENDS_OF_TURN names. Raises UserError if
+        there are none.
         """
-        listed = read_object(self.folder / "generation_config.json").get("eos_token_id", [])
+        listed: Any = []
+        for name in ("config.json", "generation_config.json"):
+            listed = read_object(self.folder / name).get("eos_token_id", listed)
         if not isinstance(listed, list):
             listed = [listed]
         # Tokens beyond the embedding are left out, because the model cannot choose them.

@@ -1,8 +1,13 @@
-"""The shapes of the dense Qwen models: Qwen1.5, 2, 2.5, 3 and 3.5."""
+"""The shapes of the published decoders: the dense Qwen models, and what other families add."""
 
 from dataclasses import dataclass
 
 from nanochat.common import UserError, tr
+
+# Kinds of layers, by the letter in the pattern: attention to the whole context or to a sliding
+# window, and Gated DeltaNets. Attention in lower case has no rotary embeddings.
+FULL, SLIDING, DELTANET = "ASD"
+ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # see models/rope.py
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,17 @@ class QwenConfig:
     tied: int = 1  # whether the head is the embedding
     qkv_bias: int = 0
     qk_norm: int = 1  # whether queries and keys are normalized
-    layers: str = "A"  # layer pattern, repeated: A is attention, D is a Gated DeltaNet
+    o_bias: int = 0  # whether the output matrix of attention has a bias
+    mlp_bias: int = 0  # whether the matrices of the MLP have biases
+    layers: str = "A"  # pattern of kinds of layers, repeated; see the letters above
+    window: int = 0  # tokens that a sliding layer sees, with the query's own; 0 = none slides
     rotary_dim: int = 0  # channels of a head that are rotated; 0 = all
+    rope: str = "default"  # how rotary frequencies are changed, one of ROPES
+    rope_factor: float = 1.0  # how many times longer than rope_original the context becomes
+    rope_low: float = 1.0  # turns within rope_original up to which a frequency is low
+    rope_high: float = 4.0  # turns from which a frequency stays as it is
+    rope_original: int = 8192  # tokens of context in pretraining
+    rope_scale: float = 1.0  # multiplies cosines and sines
     zero_centred: int = 0  # whether norms multiply by 1 + weight
     output_gate: int = 0  # whether the output of attention is gated
     delta_key_heads: int = 16
@@ -55,8 +69,26 @@ class QwenConfig:
             (
                 "layers",
                 self.layers,
-                tr("made of A and D"),
-                bool(self.layers) and not set(self.layers) - set("AD"),
+                tr("made of the letters A, S, a, s and D"),
+                bool(self.layers) and not set(self.layers) - set("ASasD"),
+            ),
+            (
+                "window",
+                self.window,
+                tr("at least {least}", least=2),
+                self.window >= 2 or not set(self.layers) & set("Ss"),
+            ),
+            (
+                "rope",
+                self.rope,
+                tr("one of {choices}", choices=", ".join(ROPES)),
+                self.rope in ROPES,
+            ),
+            (
+                "rope_low",
+                self.rope_low,
+                tr("below rope_high, which is {rope_high}", rope_high=self.rope_high),
+                self.rope_low < self.rope_high,
             ),
             (
                 "delta_value_heads",
@@ -84,12 +116,28 @@ class QwenConfig:
 
     @property
     def kinds(self) -> str:
-        """The kind of each layer, in order: A for attention, D for a Gated DeltaNet."""
+        """The kind of each layer, in order, as a letter."""
         return "".join(self.layers[i % len(self.layers)] for i in range(self.n_layer))
 
+    @property
+    def deltanets(self) -> int:
+        """The number of layers that are Gated DeltaNets."""
+        return self.kinds.count(DELTANET)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """How many keys before its own a query may see, in each attention layer."""
+        sizes = {FULL: self.sequence_len, SLIDING: min(self.window - 1, self.sequence_len)}
+        return tuple(sizes[kind.upper()] for kind in self.kinds if kind != DELTANET)
+
+    def rotates(self, layer: int) -> bool:
+        """Return whether attention in a layer rotates queries and keys by their positions."""
+        return self.kinds[layer].isupper()
+
     def index_of_kind(self, layer: int) -> int:
-        """Return the index of a layer among the layers of its kind, which the cache uses too."""
-        return self.kinds[:layer].count(self.kinds[layer])
+        """Return the index of a layer among the DeltaNets or the attention layers, as in caches."""
+        deltanets = self.kinds[:layer].count(DELTANET)
+        return deltanets if self.kinds[layer] == DELTANET else layer - deltanets
 
     @property
     def delta_channels(self) -> int:

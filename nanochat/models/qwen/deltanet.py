@@ -390,7 +390,7 @@ def add_states(
 
     These are the memories, in fp32, and the last inputs of the convolutions.
     """
-    layers = config.kinds.count("D")
+    layers = config.deltanets
     shape = (slots, layers, config.delta_value_heads, config.delta_key_dim, config.delta_value_dim)
     cache.add_state("memory", zeros_on_demand(shape, device, torch.float32))
     shape = (slots, layers, config.delta_width - 1, config.delta_channels)

@@ -1,4 +1,4 @@
-"""The layers of a Qwen model: vocabulary, norm, attention, MLP and block.
+"""The layers of a published decoder: vocabulary, norm, attention, MLP and block.
 
 Shapes: B batch, T time, C channels, H heads, Hkv heads of keys and values, D head dimension, V
 vocabulary.
@@ -15,7 +15,7 @@ from nanochat.context import Context
 from nanochat.gpt import rotate
 from nanochat.linear import Linear, Multiply
 from nanochat.loss import chunked_loss, token_losses
-from nanochat.models.qwen.config import QwenConfig
+from nanochat.models.qwen.config import DELTANET, QwenConfig
 from nanochat.models.qwen.deltanet import GatedDeltaNet
 from nanochat.models.qwen.functions import swiglu, weighted_norm
 
@@ -110,10 +110,11 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention, with the biases, norms and output gate that the config asks for."""
 
-    def __init__(self, config: QwenConfig, index: int):
-        """Build attention layer `index`, which is counted without DeltaNets, as in the cache."""
+    def __init__(self, config: QwenConfig, layer: int):
         super().__init__()
-        self.index = index
+        self.index = config.index_of_kind(layer)  # without DeltaNets, as in the cache
+        self.window = config.windows[self.index]
+        self.rotates = config.rotates(layer)
         self.config = config
         C = config.n_embd
         D = config.head_dim
@@ -122,7 +123,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(C, query_channels, bias)
         self.k_proj = Linear(C, config.n_kv_head * D, bias)
         self.v_proj = Linear(C, config.n_kv_head * D, bias)
-        self.o_proj = Linear(config.n_head * D, C)
+        self.o_proj = Linear(config.n_head * D, C, bool(config.o_bias))
         if config.qk_norm:
             self.q_norm = Norm(D, config)
             self.k_norm = Norm(D, config)
@@ -134,7 +135,7 @@ class Attention(nn.Module):
         context: Context,
     ) -> Tensor:  # (B, T, C)
         q, k, v, gate = self.heads(x, rotary)
-        y = context.attend(self.index, q, k, v, self.config.sequence_len)
+        y = context.attend(self.index, q, k, v, self.window)
         if gate is not None:
             y = y * torch.sigmoid(gate)
         return self.o_proj(y.flatten(2))
@@ -162,7 +163,12 @@ class Attention(nn.Module):
         return self.rotated(q, rotary), self.rotated(k, rotary), v, gate
 
     def rotated(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:  # (B, T, H, D)
-        """Return x with the first `config.rotated` channels of every head rotated."""
+        """Return x with the first `config.rotated` channels of every head rotated.
+
+        A layer without rotary embeddings returns x itself.
+        """
+        if not self.rotates:
+            return x
         channels = self.config.rotated
         if x.size(3) == channels:
             return self.rotate(x, *rotary)
@@ -178,9 +184,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: QwenConfig):
         super().__init__()
-        self.gate_proj = Linear(config.n_embd, config.n_hidden)
-        self.up_proj = Linear(config.n_embd, config.n_hidden)
-        self.down_proj = Linear(config.n_hidden, config.n_embd)
+        bias = bool(config.mlp_bias)
+        self.gate_proj = Linear(config.n_embd, config.n_hidden, bias)
+        self.up_proj = Linear(config.n_embd, config.n_hidden, bias)
+        self.down_proj = Linear(config.n_hidden, config.n_embd, bias)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, C)
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
@@ -191,14 +198,13 @@ class Block(nn.Module):
 
     def __init__(self, config: QwenConfig, layer: int):
         super().__init__()
-        index = config.index_of_kind(layer)
         self.input_layernorm = Norm(config.n_embd, config)
         self.linear_attn: GatedDeltaNet | None = None
         self.self_attn: Attention | None = None
-        if config.kinds[layer] == "D":
-            self.linear_attn = GatedDeltaNet(config, index)
+        if config.kinds[layer] == DELTANET:
+            self.linear_attn = GatedDeltaNet(config, config.index_of_kind(layer))
         else:
-            self.self_attn = Attention(config, index)
+            self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = Norm(config.n_embd, config)
         self.mlp = MLP(config)
 

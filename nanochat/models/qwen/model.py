@@ -1,4 +1,8 @@
-"""The text models of Qwen1.5, 2, 2.5, 3 and 3.5 (dense), with their published parameter names."""
+"""The decoder of the published families, with their parameter names.
+
+Its config says which options a family has: it began as the dense Qwen models, and the other
+families are Qwen models with other options.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,6 +23,7 @@ from nanochat.models.lora import adapted
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.deltanet import CHUNK, add_states
 from nanochat.models.qwen.layers import Block, Norm, Vocabulary
+from nanochat.models.rope import rotary_base, rotary_divisors
 
 Role = Literal["matrix", "embedding", "head", "scalar", "adapter"]
 DEVIATION = 0.02  # standard deviation of new matrices
@@ -57,7 +62,7 @@ class Qwen(nn.Module):
     @property
     def takes_trees(self) -> bool:
         """Whether passes may read a Tree: not with DeltaNets, whose memory follows one sequence."""
-        return "D" not in self.config.kinds
+        return not self.config.deltanets
 
     @property
     def checkpoints(self) -> bool:
@@ -118,25 +123,22 @@ class Qwen(nn.Module):
             return [*self.blocks]
         return [*self.blocks, self.lm_head]
 
+    def angles(self, length: int) -> tuple[Tensor, Tensor]:  # (length, rotated / 2) each, fp32
+        """Return the cosines and sines of the rotary embedding at positions 0 .. length - 1."""
+        c = self.config
+        divisors = rotary_divisors(c, self.device)
+        return rotary_tables(
+            length, c.rotated, self.device, torch.float32, rotary_base(c), divisors
+        )
+
     def rotary_tables(self, length: int) -> tuple[Tensor, Tensor]:  # (length, rotated / 2) each
-        """Return the cosines and sines of positions 0 .. length - 1.
+        """Return what queries and keys are multiplied with at positions 0 .. length - 1.
 
         The sines are negated, because Qwen rotates in the opposite direction to our GPT.
         """
-        c = self.config
-        cos, sin = rotary_tables(
-            length,
-            c.rotated,
-            self.device,
-            self.dtype,
-            c.rope_theta,
-            self.rotary_divisors(),
-        )
-        return cos, -sin
-
-    def rotary_divisors(self) -> Tensor | None:  # (rotated / 2,)
-        """Return the numbers that divide the rotary frequencies, or None to leave them alone."""
-        return None
+        cos, sin = self.angles(length)
+        scale = self.config.rope_scale
+        return (cos * scale).to(self.dtype), (sin * -scale).to(self.dtype)
 
     def rotary(self, context: Context, length: int) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines at the positions of a pass of `length` tokens.
@@ -152,9 +154,9 @@ class Qwen(nn.Module):
         """
         c = self.config
         dtype = dtype or self.dtype
-        layers = c.kinds.count("A")
+        layers = len(c.windows)
         cache = Cache(layers, slots, length, c.n_kv_head, c.head_dim, self.device, dtype)
-        if "D" in c.kinds:
+        if c.deltanets:
             add_states(cache, c, slots, self.device, dtype)
         return cache
 
@@ -255,11 +257,11 @@ class Qwen(nn.Module):
         matrices = 0
         for weight in weights:
             matrices += weight.numel() * (6 if weight.requires_grad else 4)
-        attention = 12 * c.n_head * c.head_dim * c.sequence_len
+        attention = 12 * c.n_head * c.head_dim * sum(c.windows)
         memory = 3 * c.delta_key_dim * c.delta_value_dim
         chunk = 2 * CHUNK * (c.delta_key_dim + c.delta_value_dim)
         delta = 6 * c.delta_value_heads * (memory + chunk)
-        return matrices + attention * c.kinds.count("A") + delta * c.kinds.count("D")
+        return matrices + attention + delta * c.deltanets
 
 
 def _role(name: str, parameter: Tensor) -> Role:

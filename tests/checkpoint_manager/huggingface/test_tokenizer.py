@@ -238,6 +238,14 @@ def test_every_end_of_the_publisher_that_the_model_can_choose_is_a_stop(three_en
     assert three_ends.stops == {300, EXTRA, 302}
 
 
+def test_ends_of_config_json_count_if_generation_config_json_names_none(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, "qwen3")
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [300, EXTRA]}))
+    assert FolderTokenizer(folder, VOCABULARY).stops == {300, EXTRA, 302}
+
+
 def test_every_end_of_the_publisher_ends_a_reply_of_the_engine(three_ends: FolderTokenizer) -> None:
     engine = Engine(tiny_qwen("qwen3"), three_ends, slots=1)
     for token in sorted(three_ends.stops):
