@@ -43,6 +43,11 @@ MAY_BE_ZERO = {
     "zero_centred": 1,
     "output_gate": 1,
     "rotary_dim": 1 << 12,
+    "n_experts": 1 << 12,
+    "experts_per_token": 1 << 12,
+    "n_expert_hidden": 1 << 20,
+    "n_shared_hidden": 1 << 20,
+    "normed_shares": 1,
 }
 POSITIVE_FRACTIONS = ("rope_theta", "norm_eps", "rope_factor", "rope_low", "rope_high")
 LONGEST_TEXT = 1_000  # characters of a text such as window_pattern: one per layer

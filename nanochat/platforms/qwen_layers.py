@@ -15,8 +15,10 @@ from torch import Tensor
 from nanochat.context import Context
 from nanochat.linear import Linear
 from nanochat.models.llama import Llama
+from nanochat.models.qwen.experts import Experts
 from nanochat.models.qwen.layers import MLP, Attention, Block, Norm, Vocabulary
 from nanochat.models.qwen.model import Qwen
+from nanochat.platforms.grouped_experts import GroupedExperts
 from nanochat.platforms.operations import Operations
 from nanochat.platforms.together import Pack, Product, joined
 
@@ -306,6 +308,7 @@ LAYERS: dict[type[nn.Module], type[nn.Module]] = {
     Block: OperatorBlock,
     Attention: OperatorAttention,
     MLP: OperatorMLP,
+    Experts: GroupedExperts,
     Norm: OperatorNorm,
     Vocabulary: OperatorVocabulary,
 }
