@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685), which are trained while the model stays frozen."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn as nn
@@ -145,6 +145,8 @@ class LowRank:
 
 # Stack of a layer's matrices -> the targets that it stands for.
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")
+USUAL_MLP = tuple(f".mlp.{target}" for target in EXPERT_TARGETS)  # ends of names
 # The path from the experts to the factors of a stack, in peft. Its wrappers are nested, and that of
 # the gate and up matrices is the inner one.
 PATHS = {"gate_up_proj": "base_layer", "down_proj": ""}
@@ -174,21 +176,21 @@ def stacked(A: Tensor, B: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 class StackLowRank:
     """The adapter of a stack of the experts' matrices, which adds scale * B A x to each product.
 
-    The stack of gate and up matrices has twice the rank, as if each of them had an adapter. The
-    factors are submodules of the experts with the names that peft gives them.
+    The stack of gate and up matrices has twice the rank and alpha, as if each of them had an
+    adapter. The factors are submodules of the experts with the names that peft gives them.
     """
 
     def __init__(self, experts: Experts, stack: str, config: LoraConfig):
         """Add A and B to the experts in fp32, on their device; init_adapters() fills them."""
         self.experts = experts
         self.stack = stack
-        self.config = config
-        self.weight: nn.Parameter = getattr(experts, stack)
-        E, outputs, inputs = self.weight.shape
-        self.rank = config.rank * len(STACKS[stack])
-        options = {"bias": False, "device": self.weight.device, "dtype": torch.float32}
-        self.first = nn.Linear(inputs, E * self.rank, **options)
-        self.second = nn.Linear(self.rank * E, outputs, **options)
+        count = len(STACKS[stack])
+        self.config = replace(config, rank=count * config.rank, alpha=count * config.alpha)
+        weight: nn.Parameter = getattr(experts, stack)
+        E, outputs, inputs = weight.shape
+        options = {"bias": False, "device": weight.device, "dtype": torch.float32}
+        self.first = nn.Linear(inputs, E * self.config.rank, **options)
+        self.second = nn.Linear(self.config.rank * E, outputs, **options)
         holder: nn.Module = experts
         if PATHS[stack]:
             holder = nn.Module()
@@ -199,7 +201,7 @@ class StackLowRank:
 
     def __call__(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the factors (E, rank, inputs) and (E, outputs, rank), the second times the scale."""
-        A, B = stacked(self.first.weight, self.second.weight * self.config.scale, self.rank)
+        A, B = stacked(self.first.weight, self.second.weight * self.config.scale, self.config.rank)
         return A.to(dtype), B.to(dtype).contiguous()
 
     def merge(self) -> None:
@@ -234,16 +236,25 @@ def matches(name: str, targets: Sequence[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
+def adapts_experts(targets: Sequence[str]) -> bool:
+    """Return whether targets name a matrix of the experts."""
+    return any(matches(f"mlp.experts.{target}", targets) for target in EXPERT_TARGETS)
+
+
 def add_adapters(model: nn.Module, config: LoraConfig) -> None:
     """Freeze the model and add an adapter to every target matrix; init_adapters() sets its values.
 
-    Raises UserError (exit code 2) if a target matches no matrix.
+    The targets gate_proj, up_proj and down_proj are the matrices of the experts, if there are any,
+    and of the shared expert; as in peft, usual MLPs in other layers then get no adapter. Raises
+    UserError (exit code 2) if a target matches no matrix, or if the experts cannot be adapted so.
     """
     matrices = {
         name: module for name, module in model.named_modules() if isinstance(module, Linear)
     }
-    mixtures = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    experts = [f"{name}.{target}" for name in mixtures for target in sum(STACKS.values(), ())]
+    mixtures = {
+        name: module for name, module in model.named_modules() if isinstance(module, Experts)
+    }
+    experts = [f"{name}.{target}" for name in mixtures for target in EXPERT_TARGETS]
     unmatched = []
     for target in config.targets:
         if not any(matches(name, [target]) for name in (*matrices, *experts)):
@@ -260,6 +271,22 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
             exit_code=2,
         )
     adapted_experts = [name for name in experts if matches(name, config.targets)]
+    _check_experts(adapted_experts, experts, config)
+    model.requires_grad_(False)
+    if adapted_experts:
+        for mixture in mixtures.values():
+            for stack in STACKS:
+                StackLowRank(mixture, stack, config)
+    for name, matrix in matrices.items():
+        is_usual = adapted_experts and name.endswith(USUAL_MLP)
+        if matches(name, config.targets) and not is_usual:
+            LowRank(matrix, config)
+
+
+def _check_experts(
+    adapted_experts: Sequence[str], experts: Sequence[str], config: LoraConfig
+) -> None:
+    """Raise UserError (exit code 2) if the experts cannot get adapters of these settings."""
     if adapted_experts and adapted_experts != experts:
         raise UserError(
             tr(
@@ -279,14 +306,6 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
             ),
             exit_code=2,
         )
-    model.requires_grad_(False)
-    if adapted_experts:
-        for mixture in mixtures.values():
-            for stack in STACKS:
-                StackLowRank(mixture, stack, config)
-    for name, matrix in matrices.items():
-        if matches(name, config.targets):
-            LowRank(matrix, config)
 
 
 def first_values(model: nn.Module, seed: int = 42) -> dict[str, Tensor]:

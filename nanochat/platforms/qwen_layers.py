@@ -302,13 +302,15 @@ class OperatorLlama(OperatorQwen, Llama):
     """A Llama model whose rotary tables have the layout that the platform reads."""
 
 
+# Layers that are faster with torch's own operators, on every device.
+EVERYWHERE: dict[type[nn.Module], type[nn.Module]] = {Experts: GroupedExperts}
 LAYERS: dict[type[nn.Module], type[nn.Module]] = {
+    **EVERYWHERE,
     Qwen: OperatorQwen,
     Llama: OperatorLlama,
     Block: OperatorBlock,
     Attention: OperatorAttention,
     MLP: OperatorMLP,
-    Experts: GroupedExperts,
     Norm: OperatorNorm,
     Vocabulary: OperatorVocabulary,
 }

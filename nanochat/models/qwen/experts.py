@@ -6,7 +6,7 @@ as much as the experts that it passes through, however many others there are.
 
 Training adds no loss that balances the experts; docs/finetune.md says why.
 
-Shapes: N tokens, E experts, K experts of each token, C channels, I channels inside an expert.
+Shapes: N tokens, E experts, K experts of each token, C channels.
 """
 
 from collections.abc import Callable
@@ -55,10 +55,9 @@ class Experts(nn.Module):
         super().__init__()
         E = config.n_experts
         C = config.n_embd
-        I = config.n_expert_hidden
-        self.experts_per_token = config.experts_per_token
-        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, C))
-        self.down_proj = nn.Parameter(torch.empty(E, C, I))
+        inner = config.n_expert_hidden
+        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * inner, C))
+        self.down_proj = nn.Parameter(torch.empty(E, C, inner))
         self.adapters: dict[str, Factors] = {}
 
     def forward(
