@@ -1,12 +1,13 @@
 """Published model families that can be fine-tuned, served and exported.
 
-The package holds the dense Qwen models from 1.5 to 3.5 (Qwen3 can also be trained from scratch),
-the Llama models and low-rank adapters. Read the files in this order:
+The package holds the Qwen models from 1.5 to 3.5, dense and with experts (dense Qwen3 can also be
+trained from scratch), the Llama models and low-rank adapters. Read the files in this order:
 
 qwen/config.py       the model shapes of all versions
 qwen/layers.py       vocabulary, norm, attention, MLP and block; functions.py has their arithmetic
 qwen/model.py        the model, with the members that model.py requires of every family
 qwen/deltanet.py     Gated DeltaNet, the recurrent layers of Qwen3.5
+qwen/experts.py      mixtures of experts, which replace MLPs
 qwen/int8.py         8-bit matrices for CPUs
 qwen/pretraining.py  the shape of a Qwen3 to pretrain
 llama.py             the Llama models, as a variant of Qwen

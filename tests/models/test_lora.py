@@ -117,7 +117,6 @@ def of_peft(folder: Path, family: str = "qwen3", **settings: Any) -> Any:
         ("qwen3", {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}),
         ("qwen3-moe", {"target_modules": ["q_proj"]}),
         ("qwen3-moe", {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}),
-        ("qwen3-moe", {"target_modules": "all-linear", "exclude_modules": ["gate"]}),
         ("qwen3-moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}),
         ("qwen3.5-moe", {"target_modules": ["up_proj"]}),
         (
