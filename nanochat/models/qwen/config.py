@@ -22,7 +22,7 @@ class QwenConfig:
     n_head: int = 16
     n_kv_head: int = 8
     head_dim: int = 128
-    n_hidden: int = 3072  # channels inside the MLP
+    n_hidden: int = 3072  # channels inside the MLP, if a layer has one
     rope_theta: float = 1_000_000.0
     norm_eps: float = 1e-6
     tied: int = 1  # whether the head is the embedding
