@@ -3,8 +3,8 @@
 python -m bench.finetune --quick                      # ours alone on small shapes, in 50 seconds
 python -m bench.finetune --against transformers       # minutes; needs transformers and peft
 
-What is compared: a step of an adapter and a step of the whole model, in small Qwen3 and Qwen3.5
-shapes with random weights, on random tokens. How: every side is a process of its own; the two sides
+What is compared: a step of an adapter and a step of the whole model, in small Qwen3 (dense and with
+experts) and Qwen3.5 shapes with random weights, on random tokens. How: every side is a process of its own; the two sides
 of a row take turns, one step each, so that a busy machine slows them equally. The median step
 counts, in CPU seconds. Our step is compiled, as scripts.finetune does where the run is long enough
 to repay it; transformers' Trainer does not compile unless it is asked to.
@@ -37,6 +37,13 @@ BATCH = (4, 512)  # rows of a step, and tokens of a row
 QUICK_BATCH = (2, 256)
 SHAPES = {
     "qwen3": replace(QWEN3, n_hidden=1536),
+    "qwen3-moe": replace(
+        QWEN3,
+        mlps="E",
+        n_experts=16,
+        experts_per_token=4,
+        n_expert_hidden=256,
+    ),
     "qwen3.5": replace(
         QWEN3,
         n_hidden=1536,

@@ -46,6 +46,11 @@ MAY_BE_ZERO = {
     "mlp_bias": 1,
     "rotary_dim": 1 << 12,
     "window": 1 << 20,
+    "n_experts": 1 << 12,
+    "experts_per_token": 1 << 12,
+    "n_expert_hidden": 1 << 20,
+    "n_shared_hidden": 1 << 20,
+    "normed_shares": 1,
 }
 POSITIVE_FRACTIONS = (
     "rope_theta",

@@ -208,7 +208,8 @@ def _write_files(step: Step, state: RankState, compute: Compute, group: Any) -> 
         if lora:
             from nanochat.checkpoint_manager.huggingface import adapter
 
-            adapter.write_settings(folder, lora, step.meta["base"]["folder"])
+            base = step.meta["base"]["folder"]
+            adapter.write_settings(folder, lora, step.meta["model"], base)
     return seals
 
 

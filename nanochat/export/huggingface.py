@@ -11,6 +11,7 @@ from torch import Tensor
 from nanochat import device
 from nanochat.checkpoint_manager.files import new_folder
 from nanochat.checkpoint_manager.huggingface.config import published
+from nanochat.checkpoint_manager.huggingface.expert_files import one_by_one
 from nanochat.checkpoint_manager.huggingface.template import CHATML
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.load import Loaded
@@ -177,7 +178,8 @@ def export(loaded: Loaded, folder: Path, dtype: str) -> None:
             write_atomic(temporary / MODELLING.name, MODELLING.read_bytes())
         tensors = {}
         for name, parameter in loaded.model.named_parameters():
-            tensors[name] = converted(name, parameter, device.DTYPES[dtype])
+            value = converted(name, parameter, device.DTYPES[dtype])
+            tensors |= {part: matrix.contiguous() for part, matrix in one_by_one(name, value)}
         write_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})
 
 

@@ -59,6 +59,15 @@ def architecture(config: QwenConfig) -> str:
     Raises UserError (exit code 2) if llama.cpp cannot compute a model of this shape.
     """
     _check_options(config)
+    if "E" in config.mlps:
+        raise UserError(
+            tr(
+                "a model with experts has no export to GGUF here. Export with --format "
+                "huggingface, and turn the folder into a GGUF file with llama.cpp's "
+                "convert_hf_to_gguf.py"
+            ),
+            exit_code=2,
+        )
     if isinstance(config, LlamaConfig):
         return "llama"
     if not config.output_gate:

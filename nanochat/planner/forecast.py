@@ -255,7 +255,7 @@ def count_all_layers(tuning: Tuning, compute: Compute, ledger: Ledger) -> Memory
         store = FakeStore()
         torch.distributed.init_process_group("fake", store=store, rank=0, world_size=tuning.ranks)
     layers = tuning.shape.n_layer
-    period = len(tuning.shape.layers)
+    period = tuning.shape.period
     shallow_layers = math.ceil(SHALLOW / period) * period
     deeper_layers = shallow_layers + max(shallow_layers // 2 // period, 1) * period
     if layers <= deeper_layers or layers % period:

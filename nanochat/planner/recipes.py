@@ -101,11 +101,17 @@ def short_flags(tuning: Tuning) -> str:
 def assumptions() -> dict[str, Any]:
     """Return what the numbers of recipes.json depend on: shapes and settings."""
     return {
-        "shapes": {name: asdict(shape) for name, shape in MODELS.items()},
+        "shapes": {name: _changed(shape) for name, shape in MODELS.items()},
         "adapter": {**asdict(LoraConfig()), "targets": list(LoraConfig.targets)},
         "rows": Tuning(QwenConfig(), None).rows,
         "dtype": Tuning(QwenConfig(), None).dtype,
     }
+
+
+def _changed(shape: QwenConfig) -> dict[str, Any]:
+    """Return the fields of a shape that differ from their defaults, so that new fields may come."""
+    defaults = asdict(QwenConfig())
+    return {name: value for name, value in asdict(shape).items() if value != defaults[name]}
 
 
 def key_of(name: str, tuning: Tuning) -> str:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import torch
 
-from nanochat.models.lora import LoraConfig, add_adapters
+from nanochat.models.lora import LoraConfig, adapts_experts, add_adapters
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
 from nanochat.planner.cards import Rates
@@ -58,8 +58,10 @@ class Counts:
     """The numbers of entries that decide the work of a pass."""
 
     matrices: int  # in layers, without adapters
+    active: int  # of these, the ones that a token passes through
     head: int
     trained: int
+    active_trained: int
     total: int
 
 
@@ -69,13 +71,19 @@ def counts_of(shape: QwenConfig, lora: LoraConfig | None) -> Counts:
     with torch.device("meta"):
         model = Qwen(shape)
     counts = model.parameter_counts()
+    idle = counts["total"] - counts["active"]  # in the experts of other tokens
     if lora:
         add_adapters(model, lora)
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    idle_trained = model.parameter_counts()["total"] - model.parameter_counts()["active"]
+    if lora:
+        idle_trained -= idle
     return Counts(
         matrices=counts["matrix"],
+        active=counts["matrix"] - idle,
         head=shape.vocab_size * shape.n_embd,
         trained=trained,
+        active_trained=trained - idle_trained,
         total=counts["total"],
     )
 
@@ -84,14 +92,15 @@ def matmul_flops(tuning: Tuning) -> int:
     """Return the FLOPs per token of a pass's matmuls with weights.
 
     An entry costs 2 in the forward pass, 2 for the gradient of the layer's input and, if the entry
-    is trained, 2 for its own gradient. Computing a layer again costs 2 more.
+    is trained, 2 for its own gradient. Computing a layer again costs 2 more. Of the experts, only
+    those count that a token passes through.
     """
     counts = counts_of(tuning.shape, tuning.lora)
     again = 2 if tuning.checkpoint_activations else 0
     if tuning.lora:
-        adapters = (6 + again) * counts.trained
-        return (4 + again) * counts.matrices + 4 * counts.head + adapters
-    return (6 + again) * counts.matrices + 6 * counts.head
+        adapters = (6 + again) * counts.active_trained
+        return (4 + again) * counts.active + 4 * counts.head + adapters
+    return (6 + again) * counts.active + 6 * counts.head
 
 
 def attention_flops(tuning: Tuning) -> float:
@@ -106,6 +115,28 @@ def attention_flops(tuning: Tuning) -> float:
     channels = shape.n_head * shape.head_dim
     layers = len(shape.windows)
     return matmuls * 2 * channels * layers * shape.sequence_len / 2
+
+
+def expert_operators(tuning: Tuning) -> int:
+    """Return how many matmuls of single experts a pass launches, which dense layers do not have.
+
+    An expert has two matrices, and each of them two factors of an adapter, if they are adapted. A
+    matrix is multiplied once forward, once for the gradient of its input, and if it is trained once
+    for its own.
+    """
+    shape = tuning.shape
+    matmuls = 2 * 3
+    forward = 2
+    if tuning.lora:
+        matmuls = 2 * 2
+        if adapts_experts(tuning.lora.targets):
+            matmuls += 4 * 3
+            forward += 4
+    if tuning.checkpoint_activations:
+        matmuls += forward
+    tokens = tuning.rows * shape.sequence_len
+    busy = min(shape.n_experts, tokens * shape.experts_per_token)
+    return matmuls * busy * shape.mlp_kinds.count("E")
 
 
 def program_for(tuning: Tuning, chip: str) -> Program:
@@ -162,12 +193,13 @@ def step_of(tuning: Tuning, rows_of_step: int, rates: Rates, program: Program) -
     if tuning.lora is None:
         moved += traffic.matrix * (counts.matrices + counts.head)
     operators = program.layer_operators * shape.n_layer + program.pass_operators
+    operators += expert_operators(tuning)
 
     matmul = tokens * matmul_flops(tuning) / rates.matmul
     attention = tokens * attention_flops(tuning) / rates.attention
     vector = moved / rates.vector
     host = operators * rates.launch
-    forward = tokens * 2 * (counts.matrices + counts.head) / rates.matmul
+    forward = tokens * 2 * (counts.active + counts.head) / rates.matmul
     forward += attention * 2 / 7 + vector * FORWARD
 
     shards = min(tuning.ranks, rates.server)

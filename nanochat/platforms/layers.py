@@ -271,18 +271,17 @@ def accelerate(model: Model, operations: Operations) -> Counter[str]:
     """Make a model compute with a device's operators, and return a Counter of swapped modules.
 
     The Counter's keys are the names of the modules' new classes. If `operations` do not fuse
-    layers, only attention is replaced, and the Counter is empty. Call this before the model is
-    sharded or compiled.
+    layers, only attention and experts are replaced. Call this before the model is sharded or
+    compiled.
     """
     module = cast(Any, model)
     module.attention = operations
     _set_chunks(module, operations)
     counts: Counter[str] = Counter()
-    if not operations.fuses_layers:
-        return counts
-    swaps = LAYERS
+    swaps = LAYERS if operations.fuses_layers else {}
     if not isinstance(model, GPT):
-        swaps = appendix("nanochat.platforms.qwen_layers").LAYERS
+        published = appendix("nanochat.platforms.qwen_layers")
+        swaps = published.LAYERS if operations.fuses_layers else published.EVERYWHERE
     for layer in module.modules():
         faster = swaps.get(type(layer))
         if faster is not None:

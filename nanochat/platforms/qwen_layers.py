@@ -15,9 +15,11 @@ from torch import Tensor
 from nanochat.context import Context
 from nanochat.linear import Linear
 from nanochat.models.llama import Llama
+from nanochat.models.qwen.experts import Experts
 from nanochat.models.qwen.layers import MLP, Attention, Block, Norm, Vocabulary
 from nanochat.models.qwen.model import Qwen
 from nanochat.models.rope import rotary_base, rotary_divisors
+from nanochat.platforms.grouped_experts import GroupedExperts
 from nanochat.platforms.operations import Operations
 from nanochat.platforms.together import Pack, Product, joined
 
@@ -293,7 +295,10 @@ class OperatorLlama(OperatorQwen, Llama):
     """A Llama model whose rotary tables have the layout that the platform reads."""
 
 
+# Layers that are faster with torch's own operators, on every device.
+EVERYWHERE: dict[type[nn.Module], type[nn.Module]] = {Experts: GroupedExperts}
 LAYERS: dict[type[nn.Module], type[nn.Module]] = {
+    **EVERYWHERE,
     Qwen: OperatorQwen,
     Llama: OperatorLlama,
     Block: OperatorBlock,

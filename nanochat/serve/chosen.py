@@ -27,6 +27,7 @@ from nanochat.generate.drafts import (
     check_tokenizer,
 )
 from nanochat.gpt import GPT
+from nanochat.model import Model
 from nanochat.platforms.base import Platform
 from nanochat.platforms.host import give_freed_memory_back
 from nanochat.runtime import graphs
@@ -126,6 +127,16 @@ def choose(
         other_models = newest.alternatives()
         latest = "" if names_trained or newest.unfinished else newest.saved
         state = newest.state
+    if captures is not None and has_experts(loaded.model):
+        if flags.graphs:
+            raise UserError(
+                tr(
+                    "--graphs was asked for, but the experts of this model choose what is "
+                    "computed, and a graph repeats what it captured. Leave --graphs out."
+                ),
+                exit_code=2,
+            )
+        captures = None
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     _lay_out(flags, loaded, compute)
     return Chosen(
@@ -174,7 +185,14 @@ def _no_int8(loaded: Loaded, compute: Compute) -> str:
         return reason
     if isinstance(loaded.model, GPT):
         return tr("this is no Qwen or Llama model, and no other family has matrices in 8 bits")
+    if has_experts(loaded.model):
+        return tr("the experts of this model, which are most of it, have no form in 8 bits")
     return ""
+
+
+def has_experts(model: Model) -> bool:
+    """Return whether a model has layers with mixtures of experts."""
+    return "E" in getattr(model.config, "mlps", "")
 
 
 def choose_also(

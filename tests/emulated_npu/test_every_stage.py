@@ -72,6 +72,7 @@ TABLE = {
     "finetune recomputed": Row("tune", {"lora_rank": 0, "offload_activations": True}),
     "finetune lora qwen3.5": Row("tune", {"lora_rank": 4, "family": "qwen3.5"}),
     "finetune lora llama3": Row("tune", {"lora_rank": 4, "family": "llama3"}),
+    "finetune lora moe": Row("tune", {"lora_rank": 4, "family": "qwen3-moe"}),
     "finetune full qwen3.5": Row("tune", {"lora_rank": 0, "family": "qwen3.5"}),
     "dpo lora": Row("tune", {"lora_rank": 4, "loss": "dpo"}),
     "dpo full": Row("tune", {"lora_rank": 0, "loss": "dpo"}),

@@ -20,12 +20,15 @@ CONFIG = LoraConfig(rank=4, alpha=12.0)
 DELTA = LoraConfig(
     rank=3, alpha=5.0, targets=("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "down_proj"), stabilised=True
 )
+SCALED = LoraConfig(rank=3, alpha=5.0, stabilised=True)
+ATTENTION = LoraConfig(rank=4, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 CASES = [
     ("qwen2", CONFIG),
     ("qwen3", CONFIG),
     ("qwen3.5", DELTA),
     ("llama biases", CONFIG),
     ("mistral windows", CONFIG),
+    *[("qwen3-moe", CONFIG), ("qwen3-moe", SCALED), ("qwen3-moe", ATTENTION), ("qwen3.5-moe", CONFIG)],
 ]
 
 
@@ -116,6 +119,14 @@ def of_peft(folder: Path, family: str = "qwen3", **settings: Any) -> Any:
         ("qwen3", {"target_modules": ["q_proj", "embed_tokens"]}),
         ("qwen3", {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}),
         ("qwen3", {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}),
+        ("qwen3-moe", {"target_modules": ["q_proj"]}),
+        ("qwen3-moe", {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}),
+        ("qwen3-moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}),
+        ("qwen3.5-moe", {"target_modules": ["up_proj"]}),
+        (
+            "qwen3.5-moe",
+            {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj", "experts.gate_up_proj"]},
+        ),
     ],
 )
 def test_an_adapter_of_peft_gives_its_logits(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -148,7 +159,7 @@ def test_every_setting_of_this_peft_is_sorted() -> None:
     import peft
 
     refused = {"fan_in_fan_out", "megatron_config", "trainable_token_indices", "velora_config", "layer_replication"}
-    refused |= {"alora_invocation_tokens", "use_qalora", "monteclora_config", "target_parameters", "use_bdlora"}
+    refused |= {"alora_invocation_tokens", "use_qalora", "monteclora_config", "use_bdlora"}
     refused |= {"arrow_config", "kasa_config"}
     known = {*HONOURED, *HARMLESS, *ALLOWED}
     assert known | refused == {field.name for field in dataclasses.fields(peft.LoraConfig)}

@@ -79,7 +79,15 @@ LLAMA3_COUNTS = {
     "OperatorNorm": 9,
     "OperatorVocabulary": 2,
 }
-COUNTS = {"gpt": GPT_COUNTS, "qwen3": QWEN3_COUNTS, "qwen3.5": QWEN35_COUNTS, "llama3": LLAMA3_COUNTS}
+# Three of the four layers have experts.
+MOE_COUNTS = {**QWEN3_COUNTS, "OperatorMLP": 1, "GroupedExperts": 3, "OperatorVocabulary": 2}
+COUNTS = {
+    "gpt": GPT_COUNTS,
+    "qwen3": QWEN3_COUNTS,
+    "qwen3.5": QWEN35_COUNTS,
+    "llama3": LLAMA3_COUNTS,
+    "qwen3-moe": MOE_COUNTS,
+}
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -92,7 +100,7 @@ def new_model(family: str, dtype: torch.dtype) -> Any:
             config = GPTConfig(160, 320, 4, 4, 2, 256, "SL", offset_layers=2)
             return GPT(config, dtype)
         qwen = CONFIGS[family]
-        if family in ("qwen3", "llama3"):
+        if family in ("qwen3", "llama3", "qwen3-moe"):
             qwen = replace(qwen, n_layer=4, head_dim=64)
         return Llama(qwen, dtype) if isinstance(qwen, LlamaConfig) else Qwen(qwen, dtype)
 
@@ -242,7 +250,8 @@ def test_classes_on_a_950_equal_the_plain_ones(family: str) -> None:
 def test_accelerate_tells_how_many_modules_it_swapped(name: str, family: str) -> None:
     model = new_model(family, torch.float32)
     counts = accelerate(model, ON_HOST[name]())
-    assert counts == (COUNTS[family] if name in FASTER_ON_HOST else {})
+    everywhere = {"GroupedExperts": 3} if family == "qwen3-moe" else {}
+    assert counts == (COUNTS[family] if name in FASTER_ON_HOST else everywhere)
 
 
 def test_each_faster_class_is_counted_here() -> None:

@@ -36,7 +36,7 @@ WORDS = ("the", "cat", "sat", "on", "mat", "12", "34", "猫", "坐", "垫子")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Published models of two families, a file of conversations, and a file of preferences, where short answers win."""
     folder = tmp_path_factory.mktemp("models")
-    for family in ("qwen3", "qwen3.5", "llama3"):
+    for family in ("qwen3", "qwen3.5", "llama3", "qwen3-moe"):
         (folder / family).mkdir()
         write_folder(folder / family, family)
     chats, pairs = [], []
@@ -51,8 +51,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_of_every_parameter_that_was_stopped_ends_with_the_same_bits(models: Path, base: Path) -> None:
-    flags = {"lora_rank": 0, "checkpoint_activations": True}
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
+def test_a_run_of_every_parameter_that_was_stopped_ends_with_the_same_bits(
+    models: Path, base: Path, family: str
+) -> None:
+    flags = {"family": family, "lora_rank": 0, "checkpoint_activations": True}
     finetune.train(config(models, **flags), on_cpu())
     file = checkpoint_dir("tune", "made") / "step_000004" / "model.safetensors"
     straight = file.read_bytes()
@@ -80,7 +83,7 @@ def losses() -> list[float]:
     return [line["loss"] for line in read_metrics(checkpoint_dir("tune", "made")) if "loss" in line]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3.5", "llama3"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5", "llama3", "qwen3-moe"])
 def test_an_adapter_learns_and_leaves_the_base_alone(models: Path, family: str) -> None:
     finetune.train(config(models, family, num_iterations=12, learning_rate=1e-2), on_cpu())
     found = losses()

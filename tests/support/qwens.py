@@ -39,6 +39,14 @@ CONFIGS = {
         **SHAPE, n_layer=4, head_dim=32, rotary_dim=8, layers="DDDA", zero_centred=1, output_gate=1, tied=0,
         delta_key_heads=2, delta_value_heads=4, delta_key_dim=12, delta_value_dim=16, rope_theta=10_000_000.0,
     ),
+    "qwen3-moe": QwenConfig(
+        **SHAPE, n_layer=3, head_dim=12, tied=0, mlps="EME", n_experts=8, experts_per_token=3, n_expert_hidden=20,
+    ),
+    "qwen3.5-moe": QwenConfig(
+        **SHAPE, n_layer=4, head_dim=32, rotary_dim=8, layers="DDDA", zero_centred=1, output_gate=1, tied=0,
+        delta_key_heads=2, delta_value_heads=4, delta_key_dim=12, delta_value_dim=16, rope_theta=10_000_000.0,
+        mlps="E", n_experts=6, experts_per_token=2, n_expert_hidden=20, n_shared_hidden=28,
+    ),
     "llama3": LlamaConfig(
         **SHAPE, n_layer=2, head_dim=12, tied=0, rope_theta=500_000.0, rope="llama3", rope_factor=8.0, rope_original=64,
     ),
@@ -79,7 +87,7 @@ def tiny_qwen(
     model.init_weights(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() == 2 or ".experts." in name:
                 parameter.mul_(3.0 if "D" in model.config.layers else 6.0)  # a DeltaNet magnifies rounding otherwise
             elif name.endswith("A_log"):  # most heads remember for long, so that what they read is not all rounding
                 parameter.copy_(torch.rand(parameter.shape, generator=generator) * 4 - 4)

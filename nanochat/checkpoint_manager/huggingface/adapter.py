@@ -22,7 +22,16 @@ from nanochat.checkpoint_manager.tensors import write_tensors
 from nanochat.common import UserError, tr, write_json
 from nanochat.device import Compute
 from nanochat.linear import Linear
-from nanochat.models.lora import Adapter, LoraConfig, delta, matches
+from nanochat.models.lora import (
+    STACKS,
+    Adapter,
+    LoraConfig,
+    adapts_experts,
+    delta,
+    matches,
+    stack_of,
+)
+from nanochat.models.qwen.experts import Experts
 from nanochat.models.qwen.layers import Vocabulary
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms.layers import accelerate
@@ -59,11 +68,14 @@ def facts(model: nn.Module) -> dict[str, str]:
     return {"format": "pt", "base": digest.hexdigest()}
 
 
-def write_settings(folder: Path, lora: Mapping[str, Any], base: str) -> None:
+def write_settings(
+    folder: Path, lora: Mapping[str, Any], shape: Mapping[str, Any], base: str
+) -> None:
     """Write adapter_config.json, so that peft can load the adapter in a folder.
 
-    `lora` has the fields of a LoraConfig, and `base` is the folder of the base model. A config.json
-    in the folder is removed, because a folder that has one is taken for a whole model.
+    `lora` has the fields of a LoraConfig, `shape` those of the base's configuration, and `base` is
+    the folder of the base model. A config.json in the folder is removed, because a folder that has
+    one is taken for a whole model.
     """
     (folder / "config.json").unlink(missing_ok=True)
     content = {
@@ -77,8 +89,29 @@ def write_settings(folder: Path, lora: Mapping[str, Any], base: str) -> None:
         "target_modules": list(lora["targets"]),
         "use_rslora": lora["stabilised"],
         **OFF,
+        **_expert_settings(lora, shape),
     }
     write_json(folder / SETTINGS, content)
+
+
+def _expert_settings(lora: Mapping[str, Any], shape: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings for adapters of experts, which are those that peft writes.
+
+    Peft has gate and up matrices as one parameter, whose rank is doubled. Targets that only experts
+    match are no target modules, since peft takes those of Qwen3 for experts again.
+    """
+    targets = lora["targets"]
+    if "E" not in shape.get("mlps", "") or not adapts_experts(targets):
+        return {}
+    modules = targets
+    if not shape["n_shared_hidden"]:
+        modules = [target for target in targets if not adapts_experts([target])]
+    return {
+        "target_modules": list(modules),
+        "target_parameters": [f"experts.{stack}" for stack in STACKS],
+        "rank_pattern": {r".*\.gate_up_proj": 2 * lora["rank"]},
+        "alpha_pattern": {r".*\.gate_up_proj": 2 * lora["alpha"]},
+    }
 
 
 def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path) -> None:
@@ -93,7 +126,7 @@ def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path) -> No
         if ".lora_" in name
     }
     with new_folder(folder) as temporary:
-        write_settings(temporary, asdict(config), base)
+        write_settings(temporary, asdict(config), asdict(model.config), base)
         write_tensors(tensors, temporary / ADAPTER, facts(model))
 
 
@@ -154,7 +187,10 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
                 ),
                 exit_code=2,
             )
-    configs = {module: settings.config_of(module) for module in _adapted_modules(tensors)}
+    configs = {
+        module: settings.config_of(stack_of(module) or module)
+        for module in _adapted_modules(tensors)
+    }
     return Adapter(settings.config, tensors, configs, settings.modules_to_save)
 
 
@@ -220,6 +256,14 @@ def _fit_problem(model: Qwen, settings: PeftSettings, tensors: Mapping[str, Tens
     lacking = []
     for name, module in model.named_modules():
         is_target = isinstance(module, Linear) and matches(name, settings.config.targets)
+        if isinstance(module, Experts):
+            stacks = [f"{name}.{stack}" for stack in STACKS]
+            factors = {stack_of(adapted_module) for adapted_module in _adapted_modules(tensors)}
+            lacking += [
+                stack
+                for stack in stacks
+                if matches(stack, settings.target_parameters) and stack not in factors
+            ]
         if is_target and f"{name}.lora_A.weight" not in shapes:
             lacking.append(name)
     if settings.is_partial and tensors:
@@ -249,8 +293,17 @@ def _factor_shapes(model: Qwen, settings: PeftSettings, module: str) -> dict[str
 
     They are empty if the model has no such module, or if the module can have no adapter.
     """
-    rank = settings.config_of(module).rank
+    stack = stack_of(module)
+    rank = settings.config_of(stack or module).rank
     shapes: dict[str, tuple[int, ...]]
+    if stack is not None:
+        if stack not in _parameter_shapes(model):
+            return {}
+        experts, outputs, inputs = _parameter_shapes(model)[stack]
+        return {
+            f"{module}.lora_A.weight": (experts * rank, inputs),
+            f"{module}.lora_B.weight": (outputs, rank * experts),
+        }
     if module == EMBEDDING:
         vocabulary, channels = model.model.embed_tokens.shape
         shapes = {"lora_embedding_A": (rank, vocabulary), "lora_embedding_B": (channels, rank)}
@@ -314,7 +367,7 @@ def _merge_module(
     parameters: Mapping[str, Tensor], adapter: Adapter, module: str, folder: Path
 ) -> None:
     """Merge an adapter's factors for one module into its parameters."""
-    weight = parameters[f"{module}.weight"]
+    weight = parameters[stack_of(module) or f"{module}.weight"]
     merged = weight.float() + delta(adapter, module, weight.device)
     magnitude = adapter.values.get(f"{module}.lora_magnitude_vector")
     if magnitude is not None:
@@ -349,6 +402,7 @@ def part_to_merge(adapter: Adapter) -> str:
     """
     for name in adapter.values:
         is_factor = name.endswith((".lora_A.weight", ".lora_B.weight"))
-        if not is_factor or not name.startswith("model.layers."):
+        is_of_experts = stack_of(name.rpartition(".lora_")[0]) is not None
+        if not is_factor or is_of_experts or not name.startswith("model.layers."):
             return name
     return ""

@@ -20,8 +20,11 @@ from nanochat.models.qwen.config import DELTANET, FULL, SLIDING, QwenConfig
 ARCHITECTURES = {
     "Qwen2ForCausalLM": "Qwen1.5, Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen",
     "Qwen3ForCausalLM": "Qwen3",
+    "Qwen3MoeForCausalLM": "Qwen3 with experts",
     "Qwen3_5ForCausalLM": "Qwen3.5, text",
     "Qwen3_5ForConditionalGeneration": "Qwen3.5, Qwen3.6-27B, Qwen3.8-27B",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5 with experts, text",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3.5 with experts",
     "LlamaForCausalLM": "Llama 2 and 3, SmolLM2, TinyLlama, DeepSeek-R1-Distill-Llama",
     "MistralForCausalLM": "Mistral",
     "MinistralForCausalLM": "Ministral 2410",
@@ -34,7 +37,9 @@ LLAMAS = ("LlamaForCausalLM", *MISTRALS, SMOLLM3)  # the same layers under other
 MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral": "MinistralForCausalLM",
@@ -51,8 +56,11 @@ BIASED_ATTENTION = (
     "LlamaForCausalLM",
     SMOLLM3,
     "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
     "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 BIASED_MLP = ("LlamaForCausalLM", SMOLLM3)
 MAX_LAYERS = 1_000  # limit, in case a damaged config.json asks for more
@@ -256,7 +264,8 @@ def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
         "n_head": heads,
         "n_kv_head": text.get("num_key_value_heads") or heads,
         "head_dim": head_dim,
-        "n_hidden": text["intermediate_size"],
+        # Qwen3.5 with experts has no layer with a usual MLP, and says no size of one
+        "n_hidden": text.get("intermediate_size") or text["moe_intermediate_size"],
         "norm_eps": float(text["rms_norm_eps"]),
         "tied": int(text["tie_word_embeddings"]),
         "qkv_bias": 1 if is_qwen2 else bias,
@@ -268,6 +277,8 @@ def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
     shape["layers"] = _kinds(architecture, text, longest_context(shape))
     if SLIDING in shape["layers"].upper():
         shape["window"] = text["sliding_window"]
+    if "Moe" in architecture:
+        shape |= _experts(architecture, text)
     if architecture.startswith("Qwen3_5"):
         shape |= {
             "zero_centred": 1,
@@ -279,6 +290,39 @@ def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
             "delta_width": text["linear_conv_kernel_dim"],
         }
     return shape
+
+
+def _experts(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the configuration that describe the mixtures of experts."""
+    is_qwen3 = architecture == "Qwen3MoeForCausalLM"
+    count = text.get("num_experts") or text["num_local_experts"]
+    fields = {
+        "mlps": _mlps(text) if is_qwen3 else "E",
+        "n_experts": count,
+        "experts_per_token": text["num_experts_per_tok"],
+        "n_expert_hidden": text["moe_intermediate_size"],
+    }
+    if is_qwen3:
+        return fields | {"normed_shares": int(text.get("norm_topk_prob", False))}
+    return fields | {"n_shared_hidden": text["shared_expert_intermediate_size"]}
+
+
+def _mlps(text: Mapping[str, Any]) -> str:
+    """Return the pattern of MLPs: E for a mixture of experts, M for a usual MLP.
+
+    It is as short as its repetition allows, so that a planner need not count every layer.
+    """
+    step = text.get("decoder_sparse_step", 1)
+    usual = set(text.get("mlp_only_layers") or ())
+    letters = ""
+    for layer in range(min(text["num_hidden_layers"], MAX_LAYERS)):
+        is_sparse = layer not in usual and (layer + 1) % step == 0
+        letters += "E" if is_sparse else "M"
+    for period in range(1, len(letters)):
+        repeated = letters[:period] * -(-len(letters) // period)
+        if repeated[: len(letters)] == letters:
+            return letters[:period]
+    return letters
 
 
 def published(shape: QwenConfig) -> dict[str, Any]:
@@ -300,7 +344,7 @@ def published(shape: QwenConfig) -> dict[str, Any]:
         "head_dim": shape.head_dim,
         "rms_norm_eps": shape.norm_eps,
         "tie_word_embeddings": bool(shape.tied),
-        **published_rope(shape, in_parameters=model_type == "qwen3_5_text"),
+        **published_rope(shape, in_parameters=model_type.startswith("qwen3_5")),
     }
     if model_type == "qwen2":
         del content["head_dim"]  # readers of this type compute it
@@ -315,7 +359,23 @@ def published(shape: QwenConfig) -> dict[str, Any]:
         }
     if shape.window:
         content |= _published_windows(shape, model_type)
-    if model_type == "qwen3_5_text":
+    if "E" in shape.mlps:
+        content |= {
+            "num_experts": shape.n_experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "moe_intermediate_size": shape.n_expert_hidden,
+        }
+    if model_type == "qwen3_moe":
+        usual = [layer for layer, kind in enumerate(shape.mlp_kinds) if kind == "M"]
+        content |= {
+            "norm_topk_prob": bool(shape.normed_shares),
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": usual,
+        }
+    if model_type == "qwen3_5_moe_text":
+        del content["intermediate_size"]
+        content["shared_expert_intermediate_size"] = shape.n_shared_hidden
+    if model_type.startswith("qwen3_5"):
         content |= {
             "linear_num_key_heads": shape.delta_key_heads,
             "linear_num_value_heads": shape.delta_value_heads,
@@ -354,5 +414,7 @@ def _model_type(shape: QwenConfig) -> str:
             return "llama"
         return "ministral" if FULL in shape.kinds else "mistral"
     if shape.output_gate:
-        return "qwen3_5_text"
+        return "qwen3_5_moe_text" if "E" in shape.mlps else "qwen3_5_text"
+    if "E" in shape.mlps:
+        return "qwen3_moe"
     return "qwen3" if shape.qk_norm else "qwen2"

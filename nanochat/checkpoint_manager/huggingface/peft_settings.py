@@ -12,7 +12,7 @@ from typing import Any
 
 from nanochat.checkpoint_manager.huggingface.folders import ADAPTER as SETTINGS
 from nanochat.common import UserError, read_json, tr
-from nanochat.models.lora import LoraConfig
+from nanochat.models.lora import STACKS, LoraConfig
 
 # Settings that are honoured -> the types that their values may have. Settings of which the tensors
 # in the file show the effect, such as layers_to_transform, may have any value.
@@ -22,6 +22,7 @@ HONOURED: dict[str, type | tuple[type, ...]] = {
     "lora_dropout": (int, float),
     "use_rslora": bool,
     "target_modules": (list, str),
+    "target_parameters": list,  # only stacks of experts' matrices
     "layers_to_transform": object,
     "layers_pattern": object,
     "exclude_modules": object,
@@ -65,6 +66,7 @@ class PeftSettings:
     alpha_pattern: Mapping[str, float]
     modules_to_save: tuple[str, ...]  # modules that were trained as a whole
     is_partial: bool  # training left out layers or modules that match the targets
+    target_parameters: tuple[str, ...]  # stacks of experts' matrices
     dora: bool  # modules have a magnitude for each output (DoRA, arXiv 2402.09353)
     lora_bias: bool  # the B of a module has a bias
 
@@ -127,6 +129,7 @@ def read_settings(folder: Path) -> PeftSettings:
             alpha_pattern={key: float(a) for key, a in values.get("alpha_pattern", {}).items()},
             modules_to_save=tuple(map(str, values.get("modules_to_save", ()))),
             is_partial=any(values.get(name, []) != [] for name in PARTIAL),
+            target_parameters=tuple(map(str, values.get("target_parameters", ()))),
             dora=values.get("use_dora", False),
             lora_bias=values.get("lora_bias", False),
         )
@@ -153,7 +156,9 @@ def _refuse_unsupported(content: Mapping[str, Any], path: Path) -> None:
         is_off = value is None or value is False or value in (0, [], {}, "")
         if is_off or name in HARMLESS:
             continue
-        if name in HONOURED and isinstance(value, HONOURED[name]):
+        if name == "target_parameters" and not _names_stacks(value):
+            pass
+        elif name in HONOURED and isinstance(value, HONOURED[name]):
             continue
         if name in ALLOWED and value in ALLOWED[name]:
             continue
@@ -172,6 +177,11 @@ def _refuse_unsupported(content: Mapping[str, Any], path: Path) -> None:
             ),
             exit_code=2,
         )
+
+
+def _names_stacks(names: Any) -> bool:
+    """Return whether a list of parameters names only stacks of experts' matrices."""
+    return isinstance(names, list) and all(str(name).rpartition(".")[2] in STACKS for name in names)
 
 
 def _refuse_slow_patterns(content: Mapping[str, Any], path: Path) -> None:

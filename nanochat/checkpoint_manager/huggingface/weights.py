@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanochat.checkpoint_manager.families import allocate, cast_matrices, on_meta
 from nanochat.checkpoint_manager.huggingface.config import read_config
+from nanochat.checkpoint_manager.huggingface.expert_files import take_stacks
 from nanochat.checkpoint_manager.huggingface.folders import refuse_pickle, refuse_pointer
 from nanochat.checkpoint_manager.huggingface.quantised import (
     SCALE,
@@ -145,6 +146,8 @@ class Weights:
             for name, tensor_slice in slices.items():
                 our_name = name.replace("model.language_model.", "model.", 1)
                 self._add(our_name, tensor_slice, path)
+        self._single = dict(self._slices)  # with the matrices of experts one by one
+        self._slices |= take_stacks(self._slices, self._scales)
 
     def _add(self, name: str, tensor_slice: Any, path: Path) -> None:
         for prefix in SKIPPED:
@@ -211,7 +214,7 @@ class Weights:
                     copy=_copy_again(),
                 )
             )
-        for name, tensor_slice in self._slices.items():
+        for name, tensor_slice in self._single.items():
             problem = scale_problem(tensor_slice, self._scales.get(name))
             if problem:
                 raise UserError(
@@ -223,7 +226,7 @@ class Weights:
                         copy=_copy_again(),
                     )
                 )
-        lost = self._scales.keys() - self._slices.keys()
+        lost = self._scales.keys() - self._single.keys()
         if lost:
             raise UserError(
                 tr(

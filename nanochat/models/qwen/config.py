@@ -1,5 +1,6 @@
-"""The shapes of the published decoders: the dense Qwen models, and what other families add."""
+"""The shapes of the published decoders: the Qwen models, and what other families add."""
 
+import math
 from dataclasses import dataclass
 
 from nanochat.common import UserError, tr
@@ -26,7 +27,7 @@ class QwenConfig:
     n_head: int = 16
     n_kv_head: int = 8
     head_dim: int = 128
-    n_hidden: int = 3072  # channels inside the MLP
+    n_hidden: int = 3072  # channels inside the MLP, if a layer has one
     rope_theta: float = 1_000_000.0
     norm_eps: float = 1e-6
     tied: int = 1  # whether the head is the embedding
@@ -50,6 +51,12 @@ class QwenConfig:
     delta_key_dim: int = 128
     delta_value_dim: int = 128
     delta_width: int = 4  # tokens that the convolution of a DeltaNet sees
+    mlps: str = "M"  # pattern of MLPs, repeated: M is an MLP, E is a mixture of experts
+    n_experts: int = 0  # of a mixture
+    experts_per_token: int = 0
+    n_expert_hidden: int = 0  # channels inside an expert
+    n_shared_hidden: int = 0  # channels inside the expert that all tokens share; 0 = there is none
+    normed_shares: int = 1  # whether the shares of a token's experts add up to 1
 
     def __post_init__(self) -> None:
         rules = (
@@ -89,6 +96,24 @@ class QwenConfig:
                 self.rope_low,
                 tr("below rope_high, which is {rope_high}", rope_high=self.rope_high),
                 self.rope_low < self.rope_high,
+            ),
+            (
+                "mlps",
+                self.mlps,
+                tr("made of M and E"),
+                bool(self.mlps) and not set(self.mlps) - set("ME"),
+            ),
+            (
+                "experts_per_token",
+                self.experts_per_token,
+                tr("from 1 to n_experts, which is {experts}", experts=self.n_experts),
+                "E" not in self.mlps or 1 <= self.experts_per_token <= self.n_experts,
+            ),
+            (
+                "n_expert_hidden",
+                self.n_expert_hidden,
+                tr("at least {least}", least=1),
+                "E" not in self.mlps or self.n_expert_hidden >= 1,
             ),
             (
                 "delta_value_heads",
@@ -133,6 +158,16 @@ class QwenConfig:
     def rotates(self, layer: int) -> bool:
         """Return whether attention in a layer rotates queries and keys by their positions."""
         return self.kinds[layer].isupper()
+
+    @property
+    def mlp_kinds(self) -> str:
+        """The kind of each layer's MLP, in order: M for an MLP, E for a mixture of experts."""
+        return "".join(self.mlps[i % len(self.mlps)] for i in range(self.n_layer))
+
+    @property
+    def period(self) -> int:
+        """The number of layers after which the patterns of layers and of MLPs repeat together."""
+        return math.lcm(len(self.layers), len(self.mlps))
 
     def index_of_kind(self, layer: int) -> int:
         """Return the index of a layer among the DeltaNets or the attention layers, as in caches."""

@@ -17,6 +17,7 @@ from nanochat.linear import Linear, Multiply
 from nanochat.loss import chunked_loss, token_losses
 from nanochat.models.qwen.config import DELTANET, QwenConfig
 from nanochat.models.qwen.deltanet import GatedDeltaNet
+from nanochat.models.qwen.experts import MixtureOfExperts
 from nanochat.models.qwen.functions import swiglu, weighted_norm
 
 
@@ -182,19 +183,23 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Computes down(silu(gate(x)) * up(x)), a SwiGLU MLP (arXiv 2002.05202)."""
 
-    def __init__(self, config: QwenConfig):
+    def __init__(self, config: QwenConfig, channels: int):
+        """Build an MLP with `channels` channels inside."""
         super().__init__()
         bias = bool(config.mlp_bias)
-        self.gate_proj = Linear(config.n_embd, config.n_hidden, bias)
-        self.up_proj = Linear(config.n_embd, config.n_hidden, bias)
-        self.down_proj = Linear(config.n_hidden, config.n_embd, bias)
+        self.gate_proj = Linear(config.n_embd, channels, bias)
+        self.up_proj = Linear(config.n_embd, channels, bias)
+        self.down_proj = Linear(channels, config.n_embd, bias)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, C)
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(nn.Module):
-    """One layer: attention or a Gated DeltaNet, then an MLP, each with pre-norm and a residual."""
+    """One layer: attention or a Gated DeltaNet, then an MLP or a mixture of experts.
+
+    Each has a norm before it and a residual around it.
+    """
 
     def __init__(self, config: QwenConfig, layer: int):
         super().__init__()
@@ -206,7 +211,7 @@ class Block(nn.Module):
         else:
             self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = Norm(config.n_embd, config)
-        self.mlp = MLP(config)
+        self.mlp = _mlp(config, layer)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
         x = x + self.mixed(self.input_layernorm(x), rotary, context)
@@ -218,3 +223,13 @@ class Block(nn.Module):
             return self.linear_attn(x, context)
         assert self.self_attn is not None
         return self.self_attn(x, rotary, context)
+
+
+def _mlp(config: QwenConfig, layer: int) -> nn.Module:
+    """Return the MLP of a layer, or the mixture of experts in its place."""
+    if config.mlp_kinds[layer] == "M":
+        return MLP(config, config.n_hidden)
+    shared_expert = None
+    if config.n_shared_hidden:
+        shared_expert = MLP(config, config.n_shared_hidden)
+    return MixtureOfExperts(config, shared_expert)

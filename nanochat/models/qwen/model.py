@@ -1,10 +1,10 @@
 """The decoder of the published families, with their parameter names.
 
-Its config says which options a family has: it began as the dense Qwen models, and the other
-families are Qwen models with other options.
+Its config says which options a family has: it began as the Qwen models, and the other families are
+Qwen models with other options.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, Literal, cast
 
@@ -19,9 +19,10 @@ from nanochat.cache import Cache
 from nanochat.context import Context, Rows
 from nanochat.gpt import RotaryCache, logits_or_loss, rotary_tables
 from nanochat.linear import Linear
-from nanochat.models.lora import adapted
+from nanochat.models.lora import LowRank, adapted
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.deltanet import CHUNK, add_states
+from nanochat.models.qwen.experts import Experts, Router
 from nanochat.models.qwen.layers import Block, Norm, Vocabulary
 from nanochat.models.rope import rotary_base, rotary_divisors
 
@@ -230,33 +231,50 @@ class Qwen(nn.Module):
         return {name: _role(name, parameter) for name, parameter in self.named_parameters()}
 
     def parameter_counts(self) -> dict[str, int]:
-        """Return the number of parameters by role, with two sums: `total` and `scaling`.
+        """Return the number of parameters by role, with three sums: `total`, `active`, `scaling`.
 
-        `scaling` counts the matrices and the head, as scaling laws do.
+        `active` counts those that a token passes through: of the experts, only its own. `scaling`
+        counts the matrices and the head, as scaling laws do.
         """
         counts: dict[str, int] = {}
         for name, parameter in self.named_parameters():
             role = _role(name, parameter)
             counts[role] = counts.get(role, 0) + parameter.numel()
         counts["total"] = sum(counts.values())
+        counts["active"] = counts["total"] - sum(
+            round(weight.numel() * (1 - share)) for weight, share in self._sparse_weights()
+        )
         counts["scaling"] = counts["matrix"] + self.head.weight.numel()
         return counts
+
+    def _sparse_weights(self) -> Iterator[tuple[Tensor, float]]:
+        """Yield the experts' parameters, each with the share of it that a token passes through."""
+        share = self.config.experts_per_token / max(self.config.n_experts, 1)
+        for module in self.modules():
+            if isinstance(module, Experts):
+                for parameter in module.parameters():
+                    yield parameter, share
 
     def flops_per_token(self) -> int:
         """Return the FLOPs of a forward and backward pass for one token (PaLM, appendix B).
 
-        Each matrix entry costs 6, or 4 if it is frozen and needs no gradient. Each attention layer
+        Each matrix entry costs 6, or 4 if it is frozen and needs no gradient. Of the experts, only
+        those count that a token passes through. Each attention layer
         costs 12 for each key channel that a query sees. For each token, a DeltaNet reads its memory
         twice, writes it once, and does four multiplications with the tokens of its chunk.
         """
         c = self.config
         weights = [module.weight for module in self.modules() if isinstance(module, Linear)]
+        weights += [module.weight for module in self.modules() if isinstance(module, Router)]
         weights.append(self.head.weight)
         for _, adapter in adapted(self):
-            weights += [adapter.first.weight, adapter.second.weight]
+            if isinstance(adapter, LowRank):
+                weights += [adapter.first.weight, adapter.second.weight]
         matrices = 0
         for weight in weights:
             matrices += weight.numel() * (6 if weight.requires_grad else 4)
+        for weight, share in self._sparse_weights():
+            matrices += round(share * weight.numel()) * (6 if weight.requires_grad else 4)
         attention = 12 * c.n_head * c.head_dim * sum(c.windows)
         memory = 3 * c.delta_key_dim * c.delta_value_dim
         chunk = 2 * CHUNK * (c.delta_key_dim + c.delta_value_dim)
@@ -271,7 +289,8 @@ def _role(name: str, parameter: Tensor) -> Role:
         return "embedding"
     if name.startswith("lm_head."):
         return "head"
-    return "matrix" if parameter.dim() == 2 else "scalar"
+    is_matrix = parameter.dim() == 2 or ".experts." in name  # the experts' matrices are stacked
+    return "matrix" if is_matrix else "scalar"
 
 
 def offload_tensor(x: Tensor) -> Callable[[], Tensor]:
