@@ -395,7 +395,7 @@ def train(cfg: Config, compute: Compute) -> None:
         for pairs in (rows, val_rows):
             add_references(pairs, model, base.identity, batch.device_batch_size, compute)
     elif isinstance(rows, replay.AnchoredRows):
-        replay.add_references(rows, model, batch.device_batch_size, compute)
+        replay.add_references(rows, model, base.identity, batch.device_batch_size, compute)
     val_tokens = 20 * batch.tokens_per_step
     validation = Validation(val_rows, val_tokens, model, base.tokenizer, 0, compute)
     plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)
