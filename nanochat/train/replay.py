@@ -84,17 +84,26 @@ def check_replay(every: int | Auto, loss: str, base: Base, compute: Compute) -> 
         )
 
 
-def resolve_every(every: int | Auto, loss: str, rows: Rows, base: Base, compute: Compute) -> int:
+def resolve_every(every: int | Auto, loss: str, rows: Rows, has_room: bool) -> int:
     """Return the number of rows of which one is the model's own; 0: none is.
 
-    It is `every`, unless that is "auto". Every rank must call this; all get the same number.
+    It is `every`, unless that is "auto". `has_room` is what has_room() returned when the run began.
     """
     if every != "auto":
         return every
     data_tokens = rows.count * (rows.row_tokens - 1)
-    if loss == "dpo" or data_tokens > MOST_DATA:
+    if loss == "dpo" or data_tokens > MOST_DATA or not has_room:
         return 0
-    return EVERY if parallel.least(int(_fits_whole(base, compute)), compute) else 0
+    return EVERY
+
+
+def has_room(base: Base, compute: Compute) -> bool:
+    """Return whether the device of every rank can hold the whole model, so that it can write.
+
+    Every rank must call this; all get the same answer. It depends on the free memory, so a run
+    saves it, and decides by the saved answer when it resumes.
+    """
+    return bool(parallel.least(int(_fits_whole(base, compute)), compute))
 
 
 def _size(base: Base, compute: Compute) -> int:

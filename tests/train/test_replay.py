@@ -106,7 +106,7 @@ def test_by_default_little_data_is_mixed_with_own_words(
     monkeypatch.setattr(replay, "MOST_DATA", most_data)
     monkeypatch.setattr(replay, "reachable", lambda compute: memory)
     replay.check_replay(every, loss, base, on_cpu())
-    assert replay.resolve_every(every, loss, rows, base, on_cpu()) == expected
+    assert replay.resolve_every(every, loss, rows, replay.has_room(base, on_cpu())) == expected
 
 
 def test_one_row_in_three_holds_words_that_the_model_sampled(tmp_path: Path) -> None:
