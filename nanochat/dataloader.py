@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -215,6 +216,11 @@ class PackedRows(Rows):
 
     extras = ("documents",)
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the tokens."""
+        return self._token_set.folder
+
     def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Return (inputs, targets, documents) of rows of the plan, int64 (B, T) each.
 
@@ -262,7 +268,6 @@ class PairRows(PackedRows):
     ):
         super().__init__(token_set, plan, bos, seed, masked)
         self._target_counts = np.diff(self._first_segments) // 2
-        self.folder = token_set.folder
         self.pair_starts = self._first_segments // 2
         self.conversations = int(self.pair_starts[-1])  # pairs
         self.references = np.zeros((self.conversations, 2), np.float32)

@@ -9,7 +9,7 @@ from nanochat import device
 from nanochat.common import UserError, log, tr, warn
 from nanochat.device import Compute
 from nanochat.runtime import parallel
-from nanochat.runtime.progress import duration
+from nanochat.runtime.progress import plain_duration
 from nanochat.schedule import expected_seconds
 from nanochat.step import Outcome
 
@@ -175,8 +175,8 @@ def step_line(line: Mapping[str, Any], steps: int, eta: float) -> str:
         f"dt: {1000 * line['seconds']:.1f}ms",
         f"tok/sec: {line['tokens_per_second']:,.0f}",
         f"mfu: {line['mfu']:.2f}",
-        f"total time: {duration(line['total_seconds'])}",
-        f"eta: {duration(eta)}",
+        f"total time: {plain_duration(line['total_seconds'])}",
+        f"eta: {plain_duration(eta)}",
     )
     return " | ".join(parts)
 
@@ -184,7 +184,7 @@ def step_line(line: Mapping[str, Any], steps: int, eta: float) -> str:
 def step_note(line: Mapping[str, Any], steps: int, eta: float) -> str:
     """Return the short text about a step that the terminal shows next to the progress bar."""
     loss = f"{line['smooth_loss']:.3f} (this step {line['loss']:.3f})"
-    pace = f"{line['tokens_per_second']:,.0f} tok/s, {duration(eta)} left"
+    pace = f"{line['tokens_per_second']:,.0f} tok/s, {plain_duration(eta)} left"
     return f"{line['step']}/{steps} loss {loss} {pace}"
 
 

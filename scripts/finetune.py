@@ -59,6 +59,7 @@ from tasks.mixtures import HELD_OUT, Mix, own_conversations, own_pairs
 # Facts that no flag names. A run resumes only under the rules that it was begun with.
 HELD_OUT_FACT = "held out"
 RATE_FACT = "automatic learning rate"
+ROOM_FACT = "room for own words"
 FIRST_RATE_RULE = BEFORE_FLAGS[RATE_FACT]
 
 
@@ -308,13 +309,20 @@ def train(cfg: Config, compute: Compute) -> None:
     max_length = None if cfg.max_length == "auto" else cfg.max_length
     passages = read_passages(cfg.general_text)
     base = open_base(cfg.model, max_length, lora, compute, cfg.run.seed)
-    replay.check_replay(cfg.replay_every, cfg.objective.loss, base, compute)
+    if not begun:
+        replay.check_replay(cfg.replay_every, cfg.objective.loss, base, compute)
     read_own = own_pairs if preference else own_conversations
     held_out_every = HELD_OUT if earlier else None
     conversations = read_own(cfg.data, held_out_every, cfg.skip_bad_lines)
     facts = {HELD_OUT_FACT: f"one in {conversations.held_out_every}"}
     if cfg.learning_rate == "auto":
         facts[RATE_FACT] = rule
+    if ROOM_FACT in begun:
+        has_room = begun[ROOM_FACT] == "yes"
+    else:
+        has_room = replay.has_room(base, compute)
+    if cfg.replay_every == "auto" and (not begun or ROOM_FACT in begun):
+        facts[ROOM_FACT] = "yes" if has_room else "no"
     folder = open_folder(
         "tune",
         cfg.tag,
@@ -364,7 +372,7 @@ def train(cfg: Config, compute: Compute) -> None:
         folder.begun_rows,
     )
     epochs = cfg.epochs.resolved(rows.conversations)
-    replay_every = replay.resolve_every(cfg.replay_every, cfg.objective.loss, rows, base, compute)
+    replay_every = replay.resolve_every(cfg.replay_every, cfg.objective.loss, rows, has_room)
     if replay_every and not cfg.forecast:
         rows = replay.with_own_words(rows, replay_every, base, cfg.run.seed, compute)
     steps = epochs.steps_over(
@@ -395,7 +403,7 @@ def train(cfg: Config, compute: Compute) -> None:
         for pairs in (rows, val_rows):
             add_references(pairs, model, base.identity, batch.device_batch_size, compute)
     elif isinstance(rows, replay.AnchoredRows):
-        replay.add_references(rows, model, batch.device_batch_size, compute)
+        replay.add_references(rows, model, base.identity, batch.device_batch_size, compute)
     val_tokens = 20 * batch.tokens_per_step
     validation = Validation(val_rows, val_tokens, model, base.tokenizer, 0, compute)
     plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)

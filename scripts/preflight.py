@@ -22,12 +22,11 @@ from nanochat.evals.core import find_bundle
 from nanochat.gpt import GPT
 from nanochat.model import Model
 from nanochat.optim import Rates, saved_bytes
-from nanochat.planner.expected import rates_here
+from nanochat.planner.expected import at_usual_speed, rates_here
 from nanochat.planner.plan import batch_of, plan_of
 from nanochat.planner.work import size_of_model
 from nanochat.runtime import progress
 from nanochat.runtime.progress import amount, duration
-from nanochat.schedule import expected_seconds
 from nanochat.train import sizes
 from nanochat.train.fit import disk
 from nanochat.train.flags import Auto
@@ -172,9 +171,7 @@ def seconds_of(cfg: Config, model: Model, tokens: float, compute: Compute) -> fl
         plan = plan_of(size, chip, cfg.devices, batch_of(size, cfg.devices), rates)
         assert plan.step is not None  # the rates are known
         return tokens / plan.step.tokens_per_second
-    peak, _ = device.peak_flops(compute)
-    usual = compute.platform.usual_mfu()
-    return expected_seconds(tokens, model.flops_per_token(), peak * cfg.devices, usual)
+    return at_usual_speed(model, tokens, cfg.devices, compute)
 
 
 def check(cfg: Config, compute: Compute) -> None:

@@ -4,10 +4,7 @@ For each pair of answers, the loss looks at how much more likely each answer is 
 under the reference model, and compares the preferred answer with the rejected one.
 """
 
-import hashlib
-import zipfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,12 +12,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.common import UserError, atomic_path, tr, warn
+from nanochat.common import UserError, tr
 from nanochat.context import Packed
 from nanochat.dataloader import PairRows
-from nanochat.device import Compute, to_device
-from nanochat.runtime import parallel, signals
-from nanochat.runtime.progress import Progress
+from nanochat.device import Compute
+from nanochat.evals.references import row_scores, saved_or_scored
 
 
 @dataclass(frozen=True)
@@ -132,91 +128,19 @@ def add_references(
     `batch_rows` rows on each rank. Every rank must call this. Raises signals.Stopped if the run is
     asked to stop.
     """
+
+    def score(
+        inputs: Tensor, targets: Tensor, documents: Tensor, references: Tensor
+    ) -> Tensor:  # (B, P, 2)
+        return answer_scores(model, inputs, targets, documents, references.size(1))[0]
+
+    def score_all() -> np.ndarray:
+        log_probabilities = np.zeros_like(rows.references)
+        for row, pair_scores in row_scores(rows, model, score, batch_rows, compute):
+            start, end = rows.pair_starts[row : row + 2]
+            log_probabilities[start:end] = pair_scores[: end - start]
+        return log_probabilities
+
     facts = f"{rows.key} {identity} {compute.dtype}"
-    digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
-    path = rows.folder / f"reference-{digest}.npz"
-    references = _load(path, rows.references.shape) if compute.main else None
-    if not parallel.agree(int(references is not None), compute):
-        references = _score(rows, model, batch_rows, compute)
-        if compute.main:
-            with atomic_path(path) as temporary, open(temporary, "wb") as file:
-                np.savez(file, references=references)
-    if references is None or not compute.main:
-        # Rank 0 sends its values to the other ranks, which may not share its disk.
-        references = np.zeros_like(rows.references)
-    rows.references = _sum(references, compute)
-
-
-def _load(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return the saved log-probabilities, or None if there is no such file.
-
-    If the file is damaged or holds another shape or type, warn and return None.
-    """
-    if not path.exists():
-        return None
-    try:
-        with np.load(path) as content:  # checks the CRC of what it reads
-            references = content["references"]
-        if references.shape == shape and references.dtype == np.float32:
-            return references
-        why = tr(
-            "it holds {shape} values of {dtype}, expected {expected}",
-            shape=references.shape,
-            dtype=references.dtype,
-            expected=shape,
-        )
-    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as failure:
-        why = str(failure)
-    warn(
-        tr(
-            "the reference's log-probabilities in {path} cannot be used and are computed "
-            "again: {why}",
-            path=path,
-            why=why,
-        )
-    )
-    return None
-
-
-@torch.no_grad()
-def _score(
-    rows: PairRows,
-    model: nn.Module,
-    batch_rows: int,
-    compute: Compute,
-) -> np.ndarray:
-    """Return the log-probabilities of all answers, float32 (pairs, 2), on every rank.
-
-    The ranks divide the rows. Raises signals.Stopped if the run is asked to stop.
-    """
-    log_probabilities = np.zeros_like(rows.references)
-    rows_per_pass = batch_rows * compute.world_size
-    model.eval()  # without dropout
-    title = tr("reference {name}", name=rows.folder.name)
-    with Progress(title, rows.size, tr("rows"), shown=compute.main) as progress:
-        for first in range(0, rows.size, rows_per_pass):
-            signals.check(compute)
-            begin = first + compute.rank * batch_rows
-            numbers = np.arange(begin, min(begin + batch_rows, rows.size))
-            # A sharded model needs every rank in every pass, so a rank without rows reads row 0.
-            plan_rows = numbers if len(numbers) else np.zeros(1, np.int64)
-            *tensors, references = rows.batch(plan_rows)
-            inputs, targets, documents = (to_device(tensor, compute) for tensor in tensors)
-            scores, _ = answer_scores(model, inputs, targets, documents, references.size(1))
-            row_scores = scores.cpu().numpy()  # (B, P, 2)
-            for row, pair_scores in zip(numbers, row_scores, strict=len(numbers) > 0):
-                start, end = rows.pair_starts[row : row + 2]
-                log_probabilities[start:end] = pair_scores[: end - start]
-            compute.pulse.beat()
-            progress.advance(min(rows_per_pass, rows.size - first))
-    model.train()
-    return _sum(log_probabilities, compute)
-
-
-def _sum(values: np.ndarray, compute: Compute) -> np.ndarray:
-    """Return the sum of `values` over all ranks.
-
-    Where only one rank has a nonzero value, the sum is exactly that value.
-    """
-    sums = parallel.total(values.ravel().tolist(), compute)
-    return np.array(sums, np.float32).reshape(values.shape)
+    shape = rows.references.shape
+    rows.references = saved_or_scored(rows.folder, facts, shape, score_all, compute)

@@ -145,8 +145,7 @@ class SmallerModel:
                 engine.cancel(number)
                 del self._running[number]
         guesses: dict[Request, list[int]] = {request: [] for request in requests}
-        starts = {request: len(request.tokens) for request in self._running.values()}
-        stale = set(starts)
+        stale = set(self._running.values())  # these began at an earlier token
         for request, count in zip(requests, counts, strict=True):
             if count and request not in stale and len(request.tokens) < engine.length:
                 self._running[self._submit(request, count)] = request

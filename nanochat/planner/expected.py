@@ -6,8 +6,10 @@ roofline.py for a GPT, and that of tuning_speed.py for fine-tuning.
 
 from typing import Any
 
+from nanochat import device
 from nanochat.device import Compute
 from nanochat.gpt import GPT
+from nanochat.model import Model
 from nanochat.planner import calibration
 from nanochat.planner.cards import Rates
 from nanochat.planner.forecast import Tuning
@@ -17,6 +19,7 @@ from nanochat.planner.tuning_speed import program_for
 from nanochat.planner.tuning_speed import step_of as tuning_step_of
 from nanochat.planner.work import size_of_model
 from nanochat.platforms.base import Chip
+from nanochat.schedule import expected_seconds
 
 
 def rates_here(compute: Compute) -> tuple[Chip, Rates] | None:
@@ -57,3 +60,14 @@ def of_tuning(tuning: Tuning, passes: int, compute: Compute) -> float | None:
     chip, rates = here
     program = program_for(tuning, chip.name)
     return tuning_step_of(tuning, passes * tuning.rows, rates, program).seconds
+
+
+def at_usual_speed(model: Model, tokens: float, devices: int, compute: Compute) -> float:
+    """Return the seconds that training on `tokens` tokens takes on `devices` devices like this one.
+
+    This assumes the share of the peak FLOP/s that such devices usually reach, for cards and models
+    that the planner does not know.
+    """
+    peak, _ = device.peak_flops(compute)
+    usual = compute.platform.usual_mfu()
+    return expected_seconds(tokens, model.flops_per_token(), peak * devices, usual)

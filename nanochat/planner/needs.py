@@ -4,7 +4,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from nanochat import device
 from nanochat.common import base_dir, log, tr
 from nanochat.device import Compute
 from nanochat.models.qwen.model import Qwen
@@ -12,7 +11,6 @@ from nanochat.optim import OneRate, saved_bytes
 from nanochat.planner import expected
 from nanochat.planner.forecast import Tuning
 from nanochat.runtime.progress import amount, duration
-from nanochat.schedule import expected_seconds
 from nanochat.train.fit.disk import of_checkpoints
 from nanochat.train.sizes import Batch, check_disk
 
@@ -28,10 +26,8 @@ def seconds_of(tuning: Tuning, model: Qwen, batch: Batch, steps: int, compute: C
     seconds = expected.of_tuning(split, batch.passes, compute)
     if seconds is not None:
         return steps * seconds
-    peak, _ = device.peak_flops(compute)
-    usual = compute.platform.usual_mfu()
     tokens = steps * batch.tokens_per_step
-    return expected_seconds(tokens, model.flops_per_token(), peak * compute.world_size, usual)
+    return expected.at_usual_speed(model, tokens, compute.world_size, compute)
 
 
 def log_needs(

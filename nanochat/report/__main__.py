@@ -7,6 +7,7 @@ python -m nanochat.report compare ~/runs/english both=~/runs/chinese    # two ba
 """
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,10 +18,19 @@ from nanochat.common import UserError, log, read_json, run, tr, write_atomic, wr
 from nanochat.report.compare import compare, load_run, named
 from nanochat.report.curves import draw
 from nanochat.report.html import page
-from nanochat.report.markdown import cell, cost_of, markdown
+from nanochat.report.markdown import cell, markdown
 from nanochat.report.sections import TITLES, current_sections, report_dir
-from nanochat.report.summary import columns, environment, summary, table
+from nanochat.report.summary import (
+    BASE_CORPUS,
+    GENERAL_TEXT,
+    PREFERENCES,
+    columns,
+    environment,
+    summary,
+    table,
+)
 from nanochat.runtime.cost import read_stages, stages_file
+from nanochat.runtime.progress import duration
 
 
 def generate(key: str = "") -> Path:
@@ -99,13 +109,45 @@ def show() -> None:
         )
     report = read_json(path)
     stages = columns(report["table"])
-    grid = Table("measure", *(stage.upper() for stage in stages), title="nanochat")
+    grid = Table(tr("measure"), *(stage.upper() for stage in stages), title="nanochat")
     for name, row in report["table"].items():
-        grid.add_row(name, *(cell(row[stage]) if stage in row else "" for stage in stages))
+        grid.add_row(measure(name), *(cell(row[stage]) if stage in row else "" for stage in stages))
     Console().print(grid)
-    total = report["summary"]
-    log(cost_of(total))
+    log(_total_cost(report["summary"]))
     log(tr("report: {path}", path=report_dir() / "report.md"))
+
+
+def measure(name: str) -> str:
+    """Return the name of a measure in the user's language; the names of tasks stay as they are."""
+    names = {
+        "bits per byte of documents": tr("bits per byte of documents"),
+        "bits per byte of conversations": tr("bits per byte of conversations"),
+        "bits per byte of answers in midtraining": tr("bits per byte of answers in midtraining"),
+        "bits per byte of answers": tr("bits per byte of answers"),
+        "bits per byte of answers of your own data": tr(
+            "bits per byte of answers of your own data"
+        ),
+        BASE_CORPUS: tr("bits per byte of the base corpus"),
+        PREFERENCES: tr("preferences of your own data that the model follows"),
+        GENERAL_TEXT: tr("perplexity of general text"),
+        "training loss, first step": tr("training loss, first step"),
+        "training loss, last step": tr("training loss, last step"),
+    }
+    whole, separator, domain = name.partition(": ")
+    return f"{names.get(whole, whole)}{separator}{domain}"
+
+
+def _total_cost(total: Mapping[str, float]) -> str:
+    """Return what markdown.cost_of() does, in the user's language."""
+    time = duration(60 * total["minutes"])
+    if not total["cpu_minutes"]:
+        return tr("{time} of training", time=time)
+    return tr(
+        "{time}, {cpu_time} of CPU time, at most {memory:.2f} GB of memory",
+        time=time,
+        cpu_time=duration(60 * total["cpu_minutes"]),
+        memory=total["memory_gb"],
+    )
 
 
 @dataclass(frozen=True)

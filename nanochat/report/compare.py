@@ -10,7 +10,7 @@ from nanochat.report.curves import draw
 from nanochat.report.html import page
 from nanochat.report.markdown import MEANINGS, cell, grid
 from nanochat.report.sections import COLUMNS, TITLES
-from nanochat.runtime.progress import duration
+from nanochat.runtime.progress import plain_duration
 
 # Figures of a training stage that the comparison shows, and their names in the table.
 FIGURES = {
@@ -163,8 +163,8 @@ def _total_costs(runs: Sequence[Run]) -> list[list[str]]:
     memory = ["memory in GB"]
     for run in runs:
         is_known = bool(run.total["minutes"])
-        time.append(duration(60 * run.total["minutes"]) if is_known else "")
-        cpu_time.append(duration(60 * run.total["cpu_minutes"]) if is_known else "")
+        time.append(plain_duration(60 * run.total["minutes"]) if is_known else "")
+        cpu_time.append(plain_duration(60 * run.total["cpu_minutes"]) if is_known else "")
         memory.append(f"{run.total['memory_gb']:.2f}" if is_known else "")
     return [row for row in (time, cpu_time, memory) if any(row[1:])]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from nanochat.report.sections import COLUMNS, TITLES, Sections
 from nanochat.report.summary import columns
-from nanochat.runtime.progress import duration
+from nanochat.runtime.progress import plain_duration
 
 SMOKE = (
     "This was the smoke preset, which shows that every stage works. Its 20 steps teach a model "
@@ -206,10 +206,10 @@ def _total_cost(total: Mapping[str, Any]) -> str:
 
 def cost_of(total: Mapping[str, Any]) -> str:
     """Return the time of a run and, where a script measured them, its CPU time and memory."""
-    time = duration(60 * total["minutes"])
+    time = plain_duration(60 * total["minutes"])
     if not total["cpu_minutes"]:
         return f"{time} of training"
-    cpu_time = duration(60 * total["cpu_minutes"])
+    cpu_time = plain_duration(60 * total["cpu_minutes"])
     return f"{time}, {cpu_time} of CPU time, at most {total['memory_gb']:.2f} GB of memory"
 
 
@@ -229,8 +229,8 @@ def _costs(costs: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return the lines of the table of costs by stage."""
     rows = []
     for name, cost in costs.items():
-        time = duration(60 * cost["minutes"])
-        cpu_time = duration(60 * cost["cpu_minutes"])
+        time = plain_duration(60 * cost["minutes"])
+        cpu_time = plain_duration(60 * cost["cpu_minutes"])
         memory = f"{cost['memory_gb']:.2f}"
         rows.append([name, time, cpu_time, memory, int(cost["runs"])])
     return grid(["stage", "time", "CPU time", "memory in GB", "runs"], rows)

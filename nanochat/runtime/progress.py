@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.progress import Progress as Bar
 from nanochat.common import tr
 
 BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-# Pairs of units of time: (seconds of the larger, seconds of the smaller, their names).
+# Pairs of units of time: (seconds of the larger, seconds of the smaller, their names in English).
 TIME_UNITS = (
     (86_400, 3_600, ("d", "h")),
     (3_600, 60, ("h", "min")),
@@ -38,14 +39,29 @@ def memory(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds in at most two units, such as 8.3 s, 4 min 5 s, 3 h 20 min or 2 d 5 h."""
+    """Format seconds in the user's language, in at most two units.
+
+    In English these are such as 8.3 s, 4 min 5 s, 3 h 20 min or 2 d 5 h.
+    """
+    return _duration(seconds, {"d": tr("d"), "h": tr("h"), "min": tr("min"), "s": tr("s")})
+
+
+def plain_duration(seconds: float) -> str:
+    """Format seconds as duration() does, but always in English.
+
+    This is for the lines of training steps, which scripts parse, and for reports.
+    """
+    return _duration(seconds, {})
+
+
+def _duration(seconds: float, names: Mapping[str, str]) -> str:
     for large_seconds, small_seconds, (large, small) in TIME_UNITS:
         small_count = round(seconds / small_seconds)
         large_count, remainder = divmod(small_count, large_seconds // small_seconds)
         if large_count:
-            text = f"{large_count:,} {large}"
-            return f"{text} {remainder} {small}" if remainder else text
-    return f"{seconds:.1f} s"
+            text = f"{large_count:,} {names.get(large, large)}"
+            return f"{text} {remainder} {names.get(small, small)}" if remainder else text
+    return f"{seconds:.1f} {names.get('s', 's')}"
 
 
 class Progress:

@@ -19,13 +19,14 @@ from nanochat.checkpoint_manager.load import load_published
 from nanochat.common import UserError, log, tr
 from nanochat.context import Packed
 from nanochat.data.conversation import Conversation, user
-from nanochat.dataloader import MixedRows, PackedRows, Rows
-from nanochat.device import Compute, to_device
+from nanochat.dataloader import MixedRows, PackedRows, Rows, blend
+from nanochat.device import Compute
 from nanochat.engine import Engine
+from nanochat.evals.references import row_scores, saved_or_scored
 from nanochat.generate.sampling import Sampling
 from nanochat.prepare.conversations import conversation_folder, prepare_rendered
 from nanochat.prepare.plan import plan
-from nanochat.runtime import parallel, signals
+from nanochat.runtime import parallel
 from nanochat.runtime.progress import Progress, amount
 from nanochat.tokenizer import Rendered
 from nanochat.train.fit.memory import reachable
@@ -83,17 +84,26 @@ def check_replay(every: int | Auto, loss: str, base: Base, compute: Compute) -> 
         )
 
 
-def resolve_every(every: int | Auto, loss: str, rows: Rows, base: Base, compute: Compute) -> int:
+def resolve_every(every: int | Auto, loss: str, rows: Rows, has_room: bool) -> int:
     """Return the number of rows of which one is the model's own; 0: none is.
 
-    It is `every`, unless that is "auto". Every rank must call this; all get the same number.
+    It is `every`, unless that is "auto". `has_room` is what has_room() returned when the run began.
     """
     if every != "auto":
         return every
     data_tokens = rows.count * (rows.row_tokens - 1)
-    if loss == "dpo" or data_tokens > MOST_DATA:
+    if loss == "dpo" or data_tokens > MOST_DATA or not has_room:
         return 0
-    return EVERY if parallel.least(int(_fits_whole(base, compute)), compute) else 0
+    return EVERY
+
+
+def has_room(base: Base, compute: Compute) -> bool:
+    """Return whether the device of every rank can hold the whole model, so that it can write.
+
+    Every rank must call this; all get the same answer. It depends on the free memory, so a run
+    saves it, and decides by the saved answer when it resumes.
+    """
+    return bool(parallel.least(int(_fits_whole(base, compute)), compute))
 
 
 def _size(base: Base, compute: Compute) -> int:
@@ -119,9 +129,9 @@ class AnchoredRows(MixedRows):
 
         The references of `own` are NOT_OWN until add_references() computes them.
         """
-        key = f"{data.key} {own.key} {every} anchored"  # checkpoints contain this key
-        count = data.count * every // (every - 1)
-        super().__init__([data, own], [every - 1, 1], count, key)
+        mixture = blend(data, own, every)
+        key = f"{mixture.key} anchored"  # checkpoints contain this key
+        super().__init__(mixture.sources, mixture.shares, mixture.count, key)
         self.own = own
         shape = (own.size, own.row_tokens - 1)
         self.references: np.ndarray = np.full(shape, NOT_OWN, np.float32)
@@ -155,31 +165,33 @@ def anchored_loss(
     return torch.where(references == NOT_OWN, losses, divergence).sum()
 
 
-@torch.no_grad()
-def add_references(rows: AnchoredRows, model: nn.Module, batch_rows: int, compute: Compute) -> None:
-    """Let `model`, as it is before training, score its own words: sets `rows.references`.
+def add_references(
+    rows: AnchoredRows,
+    model: nn.Module,
+    identity: str,
+    batch_rows: int,
+    compute: Compute,
+) -> None:
+    """Set `rows.references` to the log-probabilities of the model's own words before training.
 
-    Every rank must call this; a forward pass has at most `batch_rows` rows. Raises signals.Stopped
-    if the run is asked to stop.
+    The arguments, the file that saves the values and the errors are those of
+    preferences.add_references(). Every rank must call this.
     """
     own = rows.own
-    scores = np.zeros_like(rows.references)
-    rows_per_pass = batch_rows * compute.world_size
-    model.eval()  # without dropout
-    for first in range(0, own.size, rows_per_pass):
-        signals.check(compute)
-        begin = first + compute.rank * batch_rows
-        numbers = np.arange(begin, min(begin + batch_rows, own.size))
-        # A sharded model needs every rank in every pass, so a rank without rows reads row 0.
-        plan_rows = numbers if len(numbers) else np.zeros(1, np.int64)
-        idx, targets, documents = (to_device(tensor, compute) for tensor in own.batch(plan_rows))
-        losses = model(idx, targets, "none", context=Packed(documents))
-        references = torch.where(targets >= 0, -losses.float(), NOT_OWN).cpu().numpy()
-        scores[numbers] = references[: len(numbers)]
-        compute.pulse.beat()
-    model.train()
-    totals = parallel.total(scores.ravel().tolist(), compute)
-    rows.references = np.array(totals, np.float32).reshape(scores.shape)
+
+    def score(inputs: Tensor, targets: Tensor, documents: Tensor) -> Tensor:  # (B, T)
+        losses = model(inputs, targets, "none", context=Packed(documents))
+        return torch.where(targets >= 0, -losses.float(), NOT_OWN)
+
+    def score_all() -> np.ndarray:
+        references = np.zeros_like(rows.references)
+        for row, log_probabilities in row_scores(own, model, score, batch_rows, compute):
+            references[row] = log_probabilities
+        return references
+
+    facts = f"{own.key} {identity} {compute.dtype}"
+    shape = rows.references.shape
+    rows.references = saved_or_scored(own.folder, facts, shape, score_all, compute)
 
 
 def with_own_words(rows: Rows, every: int, base: Base, seed: int, compute: Compute) -> AnchoredRows:

@@ -20,7 +20,8 @@ from nanochat.report.sections import (
     write_section,
 )
 from nanochat.runtime.cost import stages_file
-from nanochat.runtime.progress import duration
+from nanochat.runtime.progress import plain_duration
+from tests.support.english_lines import english_lines
 from tests.support.finished_run import COSTS, a_run, line, score, trained
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -61,7 +62,9 @@ def test_markdown_shows_what_the_json_says(base_folder: Path) -> None:
         cells = [cell.strip() for cell in shown.split("|")[2:-1]]
         assert cells == [f"{row[stage]:.4f}" if stage in row else "" for stage in ("base", "mid", "sft", "rl")]
     for name, cost in found["stages"].items():
-        assert f"| {name} | {duration(60 * cost['minutes'])} | {duration(60 * cost['cpu_minutes'])} |" in text
+        assert (
+            f"| {name} | {plain_duration(60 * cost['minutes'])} | {plain_duration(60 * cost['cpu_minutes'])} |" in text
+        )
     assert "7 min 30 s, 14 min of CPU time, at most 1.25 GB" in text
     assert "capital 9/10" in text and "colour" not in text.split("relations with wrong answers")[1].splitlines()[0]
     for word in ("法国的首都是哪里？", "巴黎。", "(wrong)", "东京", "a CPU", "| 中文 | 2.5000 |"):
@@ -214,6 +217,19 @@ def test_the_terminal_shows_the_table(base_folder: Path, capsys: pytest.CaptureF
     report.show()
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "tinyworld_zh" in line]
     assert re.findall(r"0\.\d+", row) == ["0.2500", "0.7188", "0.6875"]
+
+
+def test_the_terminal_shows_the_table_in_chinese(
+    base_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run(base_folder)
+    generated()
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    capsys.readouterr()
+    report.show()
+    names = r"nanochat|CORE|tinyworld|calculator|mental|follow_ups|held_out|persona|storytelling"
+    lines = [line for line in english_lines(capsys.readouterr().out) if re.search("[a-z]", line)]
+    assert not [line for line in lines if not re.search(names, line)]
 
 
 def test_fine_tuning_without_speedrun_has_figures_and_its_time(

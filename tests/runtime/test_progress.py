@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.runtime.progress import Progress, amount, duration, memory
+from nanochat.runtime.progress import Progress, amount, duration, memory, plain_duration
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,13 @@ def test_memory_counts_as_data_sheets_of_cards_do():
     ],
 )
 def test_durations_have_two_units(seconds, text):
-    assert duration(seconds) == text
+    assert duration(seconds) == plain_duration(seconds) == text
+
+
+def test_units_of_time_follow_the_language_but_not_in_lines_that_scripts_parse(monkeypatch):
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    assert [duration(seconds) for seconds in (8.3, 200, 190_000)] == ["8.3 秒", "3 分 20 秒", "2 天 5 小时"]
+    assert plain_duration(200) == "3 min 20 s"
 
 
 def test_a_log_gets_a_line_now_and_then_and_one_at_the_end(capsys):

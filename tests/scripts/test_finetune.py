@@ -22,6 +22,7 @@ from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
 from nanochat.runtime.tracking import read_metrics
 from nanochat.train import compile as compiling
+from nanochat.train import replay
 from scripts import finetune
 from tasks.mixtures import own_conversations
 from tests.support.flags import configured
@@ -195,6 +196,19 @@ def test_a_stopped_run_with_the_models_own_words_ends_with_the_same_bits(models:
     assert file.read_bytes() == straight
     again = [line.get("general_perplexity") for line in read_metrics(checkpoint_dir("tune", "made"))]
     assert again == measured and [value is not None for value in again] == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize("every", ["auto", 4])
+def test_a_run_resumes_with_its_own_words_where_other_processes_have_taken_the_memory(
+    models: Path, base: Path, monkeypatch: pytest.MonkeyPatch, every: Any
+) -> None:
+    monkeypatch.setattr(replay, "TOKENS", 600)
+    flags = {"replay_every": every, "eval_every": 0}
+    finetune.train(config(models, **flags, stop_at=2), on_cpu())
+    monkeypatch.setattr(replay, "reachable", lambda compute: 1000)
+    finetune.train(config(models, **flags), on_cpu())
+    folder = checkpoint_dir("tune", "made")
+    assert read_meta(folder, 4)["state"]["data"] == read_meta(folder, 2)["state"]["data"]
 
 
 def test_own_words_in_every_row_are_refused(models: Path) -> None:

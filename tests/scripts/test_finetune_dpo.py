@@ -56,7 +56,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits_and_without_a_reference(
     straight = file.read_bytes()
     shutil.rmtree(base)
     finetune.train(config(models, **flags, stop_at=2), on_cpu())
-    monkeypatch.delattr(preferences, "_score")  # nothing may score answers again
+    monkeypatch.delattr(preferences, "row_scores")  # nothing may score answers again
     finetune.train(config(models, **flags), on_cpu())
     assert file.read_bytes() == straight
 

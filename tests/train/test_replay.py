@@ -43,7 +43,7 @@ def test_the_references_are_the_log_probabilities_of_the_models_own_words_before
     _, rows = mixed(tmp_path)
     module = load_published(tmp_path / "model", None, on_cpu()).model
     assert isinstance(rows, replay.AnchoredRows)
-    replay.add_references(rows, module, 3, on_cpu())
+    replay.add_references(rows, module, "a", 3, on_cpu())
     inputs, targets, documents, references = rows.batch(rows.plan_rows(0, rows.count))
     is_own = rows.plan_rows(0, rows.count) >= rows.sources[0].size
     assert (references[~is_own] == replay.NOT_OWN).all()
@@ -52,6 +52,10 @@ def test_the_references_are_the_log_probabilities_of_the_models_own_words_before
     scored = torch.from_numpy(is_own)[:, None] & (targets >= 0)
     assert ((references != replay.NOT_OWN) == scored).all() and scored.any()
     torch.testing.assert_close(references[scored], -losses[scored])
+    _, resumed = mixed(tmp_path)
+    assert isinstance(resumed, replay.AnchoredRows)
+    replay.add_references(resumed, torch.nn.Identity(), "a", 3, on_cpu())  # saved, so no model is asked
+    assert (resumed.references == rows.references).all()
 
 
 def test_an_unchanged_model_gets_no_gradient_from_its_own_words() -> None:
@@ -102,7 +106,7 @@ def test_by_default_little_data_is_mixed_with_own_words(
     monkeypatch.setattr(replay, "MOST_DATA", most_data)
     monkeypatch.setattr(replay, "reachable", lambda compute: memory)
     replay.check_replay(every, loss, base, on_cpu())
-    assert replay.resolve_every(every, loss, rows, base, on_cpu()) == expected
+    assert replay.resolve_every(every, loss, rows, replay.has_room(base, on_cpu())) == expected
 
 
 def test_one_row_in_three_holds_words_that_the_model_sampled(tmp_path: Path) -> None:

@@ -235,10 +235,15 @@ def _fit_problem(model: Qwen, settings: PeftSettings, tensors: Mapping[str, Tens
     Each tensor must have the right shape for its module. Unless the adapter is partial, every
     matrix that matches its targets must have tensors.
     """
-    expected: dict[str, tuple[int, ...]] = {}
-    for module in _adapted_modules(tensors):
-        expected |= _factor_shapes(model, settings, module)
     parameter_shapes = _parameter_shapes(model)
+    layers: dict[str, nn.Module] = {**dict(model.named_modules()), HEAD: model.head}
+    expected: dict[str, tuple[int, ...]] = {}
+    for name in _adapted_modules(tensors):
+        stack = stack_of(name)
+        if stack is not None and stack in parameter_shapes:
+            expected |= _stack_factor_shapes(settings, name, stack, parameter_shapes[stack])
+        elif name == EMBEDDING or isinstance(layers.get(name), Linear | Vocabulary):
+            expected |= _factor_shapes(settings, name, parameter_shapes[f"{name}.weight"])
     for name, parameter_name in _whole_parameters(tensors).items():
         if parameter_name in parameter_shapes:
             expected[name] = parameter_shapes[parameter_name]
@@ -288,31 +293,33 @@ def _parameter_shapes(model: Qwen) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _factor_shapes(model: Qwen, settings: PeftSettings, module: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that an adapter's factors for a module must have, by name.
+def _stack_factor_shapes(
+    settings: PeftSettings, module: str, stack: str, weight: tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an adapter's factors for a stack of experts' matrices, by name.
 
-    They are empty if the model has no such module, or if the module can have no adapter.
+    `weight` is the stack's shape: experts, outputs and inputs.
     """
-    stack = stack_of(module)
-    rank = settings.config_of(stack or module).rank
+    rank = settings.config_of(stack).rank
+    experts, outputs, inputs = weight
+    return {
+        f"{module}.lora_A.weight": (experts * rank, inputs),
+        f"{module}.lora_B.weight": (outputs, rank * experts),
+    }
+
+
+def _factor_shapes(
+    settings: PeftSettings, module: str, weight: tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an adapter's factors for a module with a `weight` of that shape, by name."""
+    rank = settings.config_of(module).rank
+    outputs, inputs = weight
     shapes: dict[str, tuple[int, ...]]
-    if stack is not None:
-        if stack not in _parameter_shapes(model):
-            return {}
-        experts, outputs, inputs = _parameter_shapes(model)[stack]
-        return {
-            f"{module}.lora_A.weight": (experts * rank, inputs),
-            f"{module}.lora_B.weight": (outputs, rank * experts),
-        }
     if module == EMBEDDING:
-        vocabulary, channels = model.model.embed_tokens.shape
-        shapes = {"lora_embedding_A": (rank, vocabulary), "lora_embedding_B": (channels, rank)}
-        magnitudes = channels
+        # the weight has a row for each token, so that its factors stand the other way round
+        shapes = {"lora_embedding_A": (rank, outputs), "lora_embedding_B": (inputs, rank)}
+        magnitudes = inputs
     else:
-        layer = model.head if module == HEAD else dict(model.named_modules()).get(module)
-        if not isinstance(layer, Linear | Vocabulary):
-            return {}
-        outputs, inputs = _parameter_shapes(model)[f"{module}.weight"]
         shapes = {"lora_A.weight": (rank, inputs), "lora_B.weight": (outputs, rank)}
         magnitudes = outputs
         if settings.lora_bias:

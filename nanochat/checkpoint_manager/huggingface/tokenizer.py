@@ -513,15 +513,18 @@ class FolderTokenizer:
         """The texts that _safe() replaces with their index in this list."""
         return [*self._specials, OPEN, CLOSE, BEGIN, END]
 
+    @cached_property
+    def _replaced_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self._replaced, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)))
+
     def _safe(self, text: str) -> str:
         """Return `text` with an index between OPEN and CLOSE in place of each text in _replaced."""
-        longest_first = sorted(self._replaced, key=len, reverse=True)
-        pattern = "|".join(map(re.escape, longest_first))
 
         def number(match: re.Match[str]) -> str:
             return f"{OPEN}{self._replaced.index(match[0])}{CLOSE}"
 
-        return re.sub(pattern, number, text)
+        return self._replaced_pattern.sub(number, text)
 
     def _original(self, text: str) -> str:
         """Return the text from which _safe() made `text`."""

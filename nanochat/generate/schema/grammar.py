@@ -12,7 +12,7 @@ import time
 from typing import Any
 from weakref import WeakValueDictionary
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.generate.schema.trial import Trial
 from nanochat.tokenizer import ROLES, Tokenizer
 
@@ -237,16 +237,22 @@ class Schemas:
                 grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=OVERRIDES)
         except ValueError as failure:
             raise UserError(
-                f"the JSON schema cannot be used: {_first_line(failure)}. Correct the schema"
+                tr(
+                    "the JSON schema cannot be used: {reason}. Correct the schema",
+                    reason=_first_line(failure),
+                )
             ) from failure
         limits = llguidance.LLParserLimits(**LIMITS)
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         problem = matcher.get_error()
         if not problem and not any(matcher.compute_bitmask()):
-            problem = "no text meets it"
+            problem = tr("no text meets it")
         if problem:
             raise UserError(
-                f"the JSON schema cannot be met: {_first_line(problem)}. Correct the schema"
+                tr(
+                    "the JSON schema cannot be met: {reason}. Correct the schema",
+                    reason=_first_line(problem),
+                )
             )
         return matcher
 
@@ -258,7 +264,11 @@ class Schemas:
         size = len(schema.encode(errors="replace"))
         if size > MOST_BYTES:
             raise UserError(
-                f"a JSON schema has at most {MOST_BYTES:,} bytes, got {size:,}: shorten the schema"
+                tr(
+                    "a JSON schema has at most {most:,} bytes, got {size:,}: shorten the schema",
+                    most=MOST_BYTES,
+                    size=size,
+                )
             )
         if _is_lark(schema):
             schemas = [json.loads(text) for text in re.findall(r"%json (\{.*)$", schema, re.M)]
@@ -268,8 +278,10 @@ class Schemas:
             content = json.loads(schema)
             if not isinstance(content, dict):
                 raise UserError(
-                    f"a JSON schema must be an object, got {type(content).__name__}. Correct the "
-                    "schema"
+                    tr(
+                        "a JSON schema must be an object, got {type}. Correct the schema",
+                        type=type(content).__name__,
+                    )
                 )
             content.pop("x-guidance", None)  # it would change the automaton's own settings
             text = json.dumps(content)
@@ -277,7 +289,10 @@ class Schemas:
             raise
         except (ValueError, RecursionError) as failure:
             raise UserError(
-                f"the JSON schema is not valid JSON: {failure}. Correct the schema"
+                tr(
+                    "the JSON schema is not valid JSON: {failure}. Correct the schema",
+                    failure=failure,
+                )
             ) from failure
         self._trial.check(content, text)
         return text

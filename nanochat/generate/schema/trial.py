@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.platforms.child import BYTES, Child
 
 # The most time that making an automaton may take. Large schemas that we tried take 0.05 s, and while
@@ -63,22 +63,33 @@ class Trial:
         patterns = patterns_together(content)
         if patterns > MOST_PATTERNS:
             raise UserError(
-                f"a JSON schema that combines schemas may have at most {MOST_PATTERNS} different "
-                f"patterns and formats, got {patterns}: leave some out, or write every value's "
-                "rules in one place instead of allOf, and instead of $ref, anyOf and oneOf beside "
-                "other rules"
+                tr(
+                    "a JSON schema that combines schemas may have at most {most} different "
+                    "patterns and formats, got {patterns}: leave some out, or write every value's "
+                    "rules in one place instead of allOf, and instead of $ref, anyOf and oneOf "
+                    "beside other rules",
+                    most=MOST_PATTERNS,
+                    patterns=patterns,
+                )
             )
         with self._lock:
             answer = self._child.ask(text, SECONDS)
         if answer is None:
             raise UserError(
-                f"the JSON schema cannot be prepared in {SECONDS:g} s and {BYTES >> 20} MiB. "
-                "Simplify it: use fewer or shorter patterns and alternatives, and "
-                "smaller numbers in multipleOf, minLength and maxLength"
+                tr(
+                    "the JSON schema cannot be prepared in {seconds:g} s and {memory} MiB. "
+                    "Simplify it: use fewer or shorter patterns and alternatives, and "
+                    "smaller numbers in multipleOf, minLength and maxLength",
+                    seconds=SECONDS,
+                    memory=BYTES >> 20,
+                )
             )
         if isinstance(answer, dict):
             raise UserError(
-                f"the JSON schema cannot be used: {answer['error']}. Correct the schema"
+                tr(
+                    "the JSON schema cannot be used: {reason}. Correct the schema",
+                    reason=answer["error"],
+                )
             )
 
 

@@ -56,10 +56,13 @@ def test_known_schemas_do_not_wait_for_one_that_is_tried() -> None:
     assert not schemas.is_ready(json.dumps(SLOW))
 
 
-def test_patterns_that_a_text_must_meet_together_are_few() -> None:
+def test_patterns_that_a_text_must_meet_together_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """These twenty are quick to prepare, but the mask after the quotation mark takes 4 s, and that of forty no end."""
     slow = {"allOf": many("^(c?|((a|b)*a(a|b){%d})+)$", 20)}
     with pytest.raises(UserError, match="at most 8 different patterns and formats, got 20: leave some out"):
+        Schemas(TOKENIZER).grammar(json.dumps(slow))
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    with pytest.raises(UserError, match="最多有 8 个不同的 pattern"):
         Schemas(TOKENIZER).grammar(json.dumps(slow))
     fewer = {"allOf": many("^(c?|((a|b)*a(a|b){%d})+)$", MOST_PATTERNS)}
     grammar = Schemas(TOKENIZER).grammar(json.dumps(fewer))
