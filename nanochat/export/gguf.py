@@ -14,10 +14,27 @@ import torch
 from torch import Tensor
 
 from nanochat.common import UserError, atomic_path, tr
+from nanochat.export import q8_0
 
 VERSION = 3
 ALIGNMENT = 32  # bytes; every tensor starts at a multiple of it
-FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # ggml's codes for them
+
+
+@dataclass(frozen=True)
+class Format:
+    """How ggml stores the numbers of a tensor."""
+
+    code: int  # ggml's
+    block: int  # numbers that are stored together
+    block_bytes: int
+
+
+FORMATS = {
+    "float32": Format(0, 1, 4),
+    "float16": Format(1, 1, 2),
+    "bfloat16": Format(30, 1, 2),
+    "q8_0": Format(8, q8_0.NUMBERS, q8_0.BLOCK_BYTES),
+}
 # GGUF's codes for the types of metadata values.
 UINT32 = 4
 INT32 = 5
@@ -32,12 +49,21 @@ Value = Scalar | Sequence[str] | Sequence[bool] | Sequence[int]
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to write to a GGUF file; `compute` returns its values just before the write."""
+    """A tensor to write to a GGUF file; `compute` returns what is stored just before the write.
+
+    `format` is a key of FORMATS. What is stored in q8_0 is the uint8 tensor of q8_0.quantized().
+    """
 
     name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    shape: tuple[int, ...]  # in numbers
+    format: str
     compute: Callable[[], Tensor]
+
+    @property
+    def stored_bytes(self) -> int:
+        """The number of bytes in the file."""
+        stored_as = FORMATS[self.format]
+        return math.prod(self.shape) // stored_as.block * stored_as.block_bytes
 
 
 def _text(text: str) -> bytes:
@@ -88,8 +114,8 @@ def _header(metadata: Mapping[str, Value], tensors: Sequence[PlannedTensor]) -> 
         sizes = tensor.shape[::-1]  # the innermost dimension comes first
         parts.append(_text(tensor.name))
         parts.append(struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes))
-        parts.append(struct.pack("<IQ", FORMATS[tensor.dtype], offset))
-        size = math.prod(sizes) * tensor.dtype.itemsize
+        parts.append(struct.pack("<IQ", FORMATS[tensor.format].code, offset))
+        size = tensor.stored_bytes
         offset += size + len(_padding(size))
     header = b"".join(parts)
     return header + _padding(len(header))
@@ -112,8 +138,8 @@ def write(
         file.write(_header(metadata, tensors))
         for planned in tensors:
             tensor = planned.compute().detach().cpu().contiguous()
-            assert tensor.shape == planned.shape, (planned.name, tensor.shape)
-            assert tensor.dtype == planned.dtype, (planned.name, tensor.dtype)
+            assert tensor.shape[:-1] == planned.shape[:-1], (planned.name, tensor.shape)
             data = tensor.view(torch.uint8).numpy().data
+            assert data.nbytes == planned.stored_bytes, (planned.name, tensor.dtype)
             file.write(data)
             file.write(_padding(data.nbytes))

@@ -1,7 +1,7 @@
 """Writes a Qwen or Llama model as a GGUF file, with llama.cpp's names and layout."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nanochat import device
 from nanochat.checkpoint_manager.load import Loaded
-from nanochat.common import UserError, tr
+from nanochat.common import UserError, log, tr
+from nanochat.export import q8_0
 from nanochat.export.gguf import PlannedTensor, Value, write
 from nanochat.export.huggingface import converted
 from nanochat.export.llama_vocabulary import vocabulary
@@ -19,7 +20,9 @@ from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
 from nanochat.models.rope import rotary_divisors
 
-FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's codes for file types
+# llama.cpp's codes for file types.
+FILE_TYPES = {"float32": 0, "float16": 1, "q8_0": 7, "bfloat16": 32}
+QUANTIZATION_VERSION = 2  # of ggml's quantized formats
 # Our name for a parameter outside the layers -> llama.cpp's name.
 OUTER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -222,38 +225,70 @@ def _delta_layout(kind: str, x: Tensor, config: QwenConfig) -> Tensor:
     return _reorder_heads(x, config, 1)
 
 
-def tensors(model: Qwen, dtype: torch.dtype) -> Iterator[PlannedTensor]:
+def tensors(model: Qwen, format: str) -> Iterator[PlannedTensor]:
     """Yield a PlannedTensor for each parameter of a model without adapters.
 
-    Matrices are in `dtype`, and all other parameters in fp32.
+    Matrices, the embedding among them, are stored in `format`, and all other parameters in fp32, as
+    llama.cpp's own converter does.
     """
     for name, parameter in model.named_parameters():
-        # Vectors, and the few numbers of convolutions, stay in fp32.
-        stored_dtype = dtype if parameter.dim() == 2 else torch.float32
         shape = tuple(parameter.shape)
+        stored_as = _format(shape, format)
         if len(shape) == 3:
             shape = (shape[0], shape[2])
-        convert = partial(_convert, name, parameter, model.config, stored_dtype)
-        yield PlannedTensor(tensor_name(name, model.config), shape, stored_dtype, convert)
+        convert = partial(_convert, name, parameter, model.config, stored_as)
+        yield PlannedTensor(tensor_name(name, model.config), shape, stored_as, convert)
     divisors = rotary_divisors(model.config, model.device)
     if divisors is not None:
-        yield PlannedTensor(ROPE_DIVISORS, tuple(divisors.shape), torch.float32, lambda: divisors)
+        yield PlannedTensor(ROPE_DIVISORS, tuple(divisors.shape), "float32", lambda: divisors)
+
+
+def _format(shape: tuple[int, ...], format: str) -> str:
+    """Return the format in which a parameter is stored, if matrices are stored in `format`."""
+    if len(shape) != 2:  # vectors, and the few numbers of convolutions
+        return "float32"
+    if format == "q8_0" and not q8_0.fits(shape):
+        return "float16"
+    return format
 
 
 def _convert(
     name: str,
     parameter: Tensor,
     config: QwenConfig,
-    dtype: torch.dtype,
+    format: str,
 ) -> Tensor:
-    return converted(name, _layout(name, parameter.detach(), config), dtype)
+    values = _layout(name, parameter.detach(), config)
+    if format != "q8_0":
+        return converted(name, values, device.DTYPES[format])
+    values = converted(name, values, torch.float32)
+    converted(name, values.abs().max() / 127, torch.float16)  # the largest scale
+    return q8_0.quantized(values)
 
 
-def export(loaded: Loaded, path: Path, dtype: str) -> None:
-    """Write a loaded model to a GGUF file atomically.
+def _log_unrounded(plan: Sequence[PlannedTensor]) -> None:
+    """Log which matrices of a file in Q8_0 are stored in fp16."""
+    unrounded = [tensor for tensor in plan if tensor.format == "float16"]
+    if unrounded:
+        log(
+            tr(
+                "stored in fp16, as llama.cpp does it, and not in q8_0: every matrix whose row "
+                "length is no multiple of {numbers}, such as {name} with {length} ({count} of "
+                "{total} tensors)",
+                numbers=q8_0.NUMBERS,
+                name=unrounded[0].name,
+                length=unrounded[0].shape[-1],
+                count=len(unrounded),
+                total=len(plan),
+            )
+        )
+
+
+def export(loaded: Loaded, path: Path, format: str) -> None:
+    """Write a loaded model to a GGUF file atomically, with its matrices in a format of FILE_TYPES.
 
     Raises UserError if the file already exists or llama.cpp does not support the architecture or
-    the tokenizer (exit code 2), or if a value is not finite in `dtype`.
+    the tokenizer (exit code 2), or if a value is not finite in the format.
     """
     model = loaded.model
     if not isinstance(model, Qwen):
@@ -271,8 +306,12 @@ def export(loaded: Loaded, path: Path, dtype: str) -> None:
         "general.description": (
             f"trained with nanochat: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}"
         ),
-        "general.file_type": FILE_TYPES[dtype],
+        "general.file_type": FILE_TYPES[format],
         **_shape(model.config),
         **vocabulary(loaded.tokenizer),
     }
-    write(path, metadata, list(tensors(model, device.DTYPES[dtype])))
+    plan = list(tensors(model, format))
+    if format == "q8_0":
+        metadata["general.quantization_version"] = QUANTIZATION_VERSION
+        _log_unrounded(plan)
+    write(path, metadata, plan)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 SINGLE = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 FORMATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+Q8_0 = 8  # 34 bytes for 32 numbers, read as the bytes they are
 
 
 class Reader:
@@ -27,7 +28,10 @@ class Reader:
         for _ in range(tensors):
             name = self.text()
             sizes = [self.one("Q") for _ in range(self.one("I"))]
-            infos.append((name, sizes[::-1], FORMATS[self.one("I")], self.one("Q")))
+            kind = self.one("I")
+            if kind == Q8_0:
+                sizes[0] = sizes[0] // 32 * 34
+            infos.append((name, sizes[::-1], torch.uint8 if kind == Q8_0 else FORMATS[kind], self.one("Q")))
         self.pad()
         begin = self.at
         self.tensors: dict[str, Tensor] = {}

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 
@@ -42,6 +43,18 @@ def test_matrices_are_halved_and_norms_are_not(dtype: str, number: int, tmp_path
     assert {value.dtype for name, value in read.tensors.items() if "norm" in name} == {torch.float32}
 
 
+def test_rows_that_are_no_blocks_stay_in_fp16(tmp_path: Path) -> None:
+    model = tiny_qwen("qwen3")  # 48 channels, 64 of attention, 80 of the MLP
+    read = exported(model, tmp_path, "q8_0")
+    assert read.metadata["general.file_type"] == 7 and read.metadata["general.quantization_version"] == 2
+    weight = model.blocks[0].self_attn.o_proj.weight.detach()
+    rows = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0)
+    assert torch.equal(read.tensors["blk.0.attn_output.weight"], torch.from_numpy(rows))
+    up = model.blocks[0].mlp.up_proj.weight
+    assert torch.equal(read.tensors["blk.0.ffn_up.weight"], up.half())
+    assert read.tensors["blk.0.attn_norm.weight"].dtype == torch.float32
+
+
 def test_what_llama_cpp_cannot_compute_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="12 and 16"):
         exported(tiny_qwen("qwen3.5"), tmp_path)
@@ -57,6 +70,11 @@ def test_values_that_fp16_cannot_hold_are_refused(tmp_path: Path) -> None:
         model.model.embed_tokens.weight[3, 5] = 1e5
     with pytest.raises(UserError, match=r"embed_tokens.*float16.*--dtype bfloat16"):
         exported(model, tmp_path, "float16")
+    model = tiny_qwen("qwen3")
+    with torch.no_grad():
+        model.blocks[1].self_attn.o_proj.weight[3, 5] = 1e7  # more than 127 times the largest number in fp16
+    with pytest.raises(UserError, match=r"o_proj.*float16.*--dtype bfloat16"):
+        exported(model, tmp_path, "q8_0")
     assert not list(tmp_path.glob("*x.gguf*"))
 
 
@@ -76,6 +94,7 @@ def test_the_command_merges_an_adapter_into_a_published_model(tmp_path: Path) ->
     merged = load_published(tmp_path / "model", tmp_path / "adapter", on_cpu())
     read = Reader(tmp_path / "x.gguf")
     weight = merged.model.blocks[0].mlp.up_proj.weight
+    assert (tmp_path / "x.Modelfile").read_text().startswith("FROM ./x.gguf\n")
     assert torch.equal(read.tensors["blk.0.ffn_up.weight"], weight)
     assert not torch.equal(weight, tiny_qwen("qwen3").blocks[0].mlp.up_proj.weight)
     assert (
@@ -88,6 +107,12 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         main(Config(tmp_path / "x", adapter=tmp_path))
     with pytest.raises(UserError, match="give either"):
         main(Config(tmp_path / "x", model=tmp_path, source="sft"))
+    with pytest.raises(UserError, match="--format gguf") as failure:
+        main(Config(tmp_path / "x", dtype="q8_0"))
+    assert failure.value.exit_code == 2
     (tmp_path / "x").mkdir()
     with pytest.raises(UserError, match="exists already"):
         main(Config(tmp_path / "x"))
+    (tmp_path / "y.Modelfile").touch()
+    with pytest.raises(UserError, match=r"y\.Modelfile exists already"):
+        main(Config(tmp_path / "y.gguf", format="gguf"))

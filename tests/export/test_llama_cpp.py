@@ -8,9 +8,11 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
+import gguf
 import httpx
 import pytest
 import torch
+import torch.nn.functional as F
 import xllamacpp
 
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
@@ -18,7 +20,11 @@ from nanochat.checkpoint_manager.load import Loaded
 from nanochat.data.conversation import chat
 from nanochat.engine import Engine
 from nanochat.export import llama
+from nanochat.export.q8_0 import quantized
 from nanochat.generate.sampling import Sampling
+from nanochat.linear import Linear
+from nanochat.models.llama import Llama
+from nanochat.models.qwen.layers import Vocabulary
 from nanochat.models.qwen.model import Qwen
 from nanochat.tokenizer import Tokenizer
 from tests.export.test_llama_vocabulary import folder_with
@@ -111,6 +117,41 @@ def test_64_greedy_tokens_are_ours(family: str, tmp_path: Path) -> None:
     (reply,) = Engine(model, tokenizer, 1).generate([prompt], Sampling(0.0, max_tokens=64))
     own = reply.forced.index(True) if True in reply.forced else len(reply.tokens)  # what follows is the calculator's
     assert made[:own] == reply.tokens[:own]
+
+
+class Rounded:
+    """Rounds activations to Q8_0, as llama.cpp does before it multiplies them with such a matrix."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(as_q8_0(x.flatten(0, -2)).view_as(x), weight)
+
+
+def as_q8_0(x: torch.Tensor) -> torch.Tensor:
+    blocks = quantized(x).numpy()
+    return torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0))
+
+
+def test_a_file_in_q8_0_is_computed_from_the_rounded_weights(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIGS["llama3"], n_embd=64, head_dim=16, n_hidden=96)
+    model = Llama(config)
+    model.init_weights(1)
+    tokenizer = own_tokenizer()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(6.0)
+    llama.export(Loaded(model, tokenizer, {}, "sft", "d2", 1), tmp_path / "x.gguf", "q8_0")
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, Linear | Vocabulary):
+                module.weight.copy_(as_q8_0(module.weight))
+                module.multiply = Rounded()
+    prompt = [tokenizer.bos, *tokenizer.encode("the cat sat on the mat")]
+    theirs = LlamaServer(tmp_path / "x.gguf").log_probabilities(prompt, tokenizer.vocab_size)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt]))[0, -1]
+    ours = logits.log_softmax(-1)
+    assert (theirs - ours).abs().max() <= 1e-4 * logits.abs().max()
 
 
 def same_tokens(theirs: LlamaServer, tokenizer: Any, text: str) -> None:
