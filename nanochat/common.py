@@ -32,6 +32,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
+import nanochat
+
 Config = TypeVar("Config")
 T = TypeVar("T")
 FREE = "does not change what is learned"  # marks a flag that a resumed run may change
@@ -489,12 +491,17 @@ def parse(
     """Return an instance of `config`, a frozen dataclass, filled from a command line.
 
     If a flag is unknown, the closest flag names are printed and the process ends with code 2.
-    --help hides the flags that are marked as Rare, and --help_all shows them too.
+    --help hides the flags that are marked as Rare, and --help_all shows them too. --version alone
+    prints the version of nanochat.
     """
     flags = flags_of(config)
     kinds = {flag.name: _switch_kind(flag.annotation) for flag in flags}
     switches = {name: kind for name, kind in kinds.items() if kind}
-    words = old_flags.translated(sys.argv[1:] if argv is None else argv, kinds)
+    argv = sys.argv[1:] if argv is None else argv
+    if list(argv) == ["--version"]:
+        log(f"nanochat {nanochat.__version__}")
+        raise SystemExit(0)
+    words = old_flags.translated(argv, kinds)
     words = _plain_flags(words, switches)
     module = sys.modules["__main__"].__spec__
     program = None

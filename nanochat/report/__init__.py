@@ -7,5 +7,7 @@ the sections into one report. Read the files in this order:
 - summary.py: the host, the table of measures by stage, and the headline figures.
 - curves.py draws the curves of a stage, markdown.py writes the text, html.py makes one HTML file.
 - compare.py: several finished runs side by side.
+- golden.py: the losses that known runs must have (golden.json), and how a run compares with them;
+  check.py trains such a run, and says whether the machine computes right.
 - __main__.py: the command line, which generates, shows, compares and deletes.
 """

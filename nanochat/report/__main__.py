@@ -4,6 +4,8 @@ python -m nanochat.report generate    # make the report of the stages that have 
 python -m nanochat.report show        # print the summary table
 python -m nanochat.report reset       # delete all sections, before a run from scratch
 python -m nanochat.report compare ~/runs/english both=~/runs/chinese    # two base folders
+python -m nanochat.report check       # train a golden run, to see whether this machine computes right
+python -m nanochat.report check ~/.cache/nanochat/base_checkpoints/smoke    # judge a run
 """
 
 import shutil
@@ -15,6 +17,7 @@ from typing import Annotated, Literal
 import tyro
 
 from nanochat.common import UserError, log, read_json, run, tr, write_atomic, write_json
+from nanochat.report.check import main as check_run
 from nanochat.report.compare import compare, load_run, named
 from nanochat.report.curves import draw
 from nanochat.report.html import page
@@ -155,15 +158,20 @@ class Config:
     """Make, show or delete the report."""
 
     verb: Annotated[
-        Literal["generate", "show", "compare", "reset", "begin", "finished"], tyro.conf.Positional
+        Literal["generate", "show", "compare", "check", "reset", "begin", "finished"],
+        tyro.conf.Positional,
     ] = "generate"
     """generate writes the report; show prints its summary table;
     compare puts several runs side by side;
+    check says whether a run, or this machine, has the losses of a golden run;
     reset deletes the report and all sections; begin deletes the costs of runs other than --key;
     finished exits with 0 if run --key is finished, else with 3."""
     runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """With compare: base folders or report.json files of two or more finished runs,
-    each as PATH or NAME=PATH."""
+    each as PATH or NAME=PATH.
+    With check: the checkpoint folder of a run; without one, this machine trains a golden run."""
+    golden: str | None = None
+    """With check: name of the golden run. default: smoke, or the one that the run repeats"""
     price_per_hour: float | None = None
     """With compare: the price of an hour of the machine in any currency,
     to show what each run cost."""
@@ -175,10 +183,11 @@ class Config:
 def main(cfg: Config) -> None:
     """Do what `cfg.verb` says.
 
-    Raises UserError (exit code 2) if the number of named runs does not suit the verb, and exits
-    with code 3 if the verb is "finished" and the run named `cfg.key` is not.
+    Raises UserError (exit code 2) if the number of named runs does not suit the verb, raises
+    UserError (exit code 1) if the verb is "check" and the run computes wrong, and exits with code 3
+    if the verb is "finished" and the run named `cfg.key` is not.
     """
-    if cfg.runs and cfg.verb != "compare":
+    if cfg.runs and cfg.verb not in ("compare", "check"):
         raise UserError(
             tr(
                 "{verb} takes no names of runs, got {runs}; leave them out",
@@ -208,6 +217,12 @@ def main(cfg: Config) -> None:
                 path=compare(runs, report_dir() / "compare", cfg.price_per_hour),
             )
         )
+    elif cfg.verb == "check":
+        if len(cfg.runs) > 1:
+            raise UserError(
+                tr("check takes one run at a time, got {runs}", runs=", ".join(cfg.runs)), 2
+            )
+        check_run(Path(cfg.runs[0]).expanduser() if cfg.runs else None, cfg.golden)
     elif cfg.verb == "reset":
         shutil.rmtree(report_dir(), ignore_errors=True)
     elif cfg.verb == "begin":

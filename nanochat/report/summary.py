@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import nanochat
 from nanochat.data import limits
 from nanochat.report.sections import COLUMNS, FROM_FOLDERS, PIPELINE, Sections
 
@@ -31,11 +32,10 @@ Costs = Mapping[str, Mapping[str, float]]  # stage -> minutes, cpu_minutes, memo
 def environment() -> dict[str, Any]:
     """Return a dict with the date, the commit, the host and the package versions."""
     root = Path(__file__).resolve().parent.parent.parent
-    versions = {
-        package.name: package.version
-        for package in metadata.distributions()
-        if package.name.startswith(QUOTED_PACKAGES)
-    }
+    versions = {"nanochat": nanochat.__version__}
+    for package in metadata.distributions():
+        if package.name.startswith(QUOTED_PACKAGES):
+            versions[package.name] = package.version
     now = datetime.datetime.now(datetime.timezone.utc)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = min(memory, limits.memory_limit() or memory)

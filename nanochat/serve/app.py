@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+import nanochat
 from nanochat.serve.connections import Caps
 from nanochat.serve.listening import App, Guard
 from nanochat.serve.models import Loadable
@@ -178,7 +179,7 @@ def create_runs_app(
         runs.close()
 
     async def health() -> JSONResponse:
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "ok", "version": nanochat.__version__})
 
     app = _application(lifespan)
     _add_pages(app, dict.fromkeys(("/", "/runs"), files["runs/index.html"]), files)

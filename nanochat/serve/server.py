@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
+import nanochat
 from nanochat.common import UserError, own_language
 from nanochat.generate.reply import Event
 from nanochat.serve.connections import Caps, neighbour
@@ -116,6 +117,7 @@ class ChatServer:
         alive = all(thread.alive for thread in threads)
         state = {
             "status": "ok" if alive else "stopped",
+            "version": nanochat.__version__,
             "slots": sum(thread.slots for thread in threads),
             "free_slots": sum(thread.free_slots for thread in threads),
             "chats": sum(len(thread.tickets) for thread in threads),

@@ -1,0 +1,269 @@
+"""The golden numbers: the losses that known runs must have, and how a run compares with them.
+
+golden.json has, for each golden run, its commands' settings, the losses of its first steps in fp32,
+and tolerances for each number format. `python -m dev.golden_numbers` measures and writes the file.
+A run on a CPU, GPU or NPU that computes right has these losses within the tolerance, because the
+initial parameters and the order of the rows follow from the seed alone.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanochat.common import UserError, read_json, tr
+from nanochat.runtime.trackers.jsonl import read_metrics
+
+FILE = Path(__file__).parent / "golden.json"
+FEWEST_STEPS = 10  # fewer losses than this say little
+# Settings that make a run another experiment; a run that differs in others has a mistake to find.
+IDENTITY = ("corpus", "family", "depth", "max_seq_len", "num_iterations", "total_batch_size")
+COARSE = ("int8", "fp8")  # values of --matmul that are number formats of their own
+MEASURED = "cpu"  # the device whose tolerances were measured; those of others are predicted
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A golden run: how to train it, and what it must show."""
+
+    name: str
+    vocabulary: int  # entries of the tokenizer, which is trained on the corpus
+    flags: tuple[str, ...]  # of scripts.base_train
+    settings: dict[str, Any] = field(repr=False)  # all that decides what a run learns, by name
+    first_grad_norm: float  # of step 1, before any update
+    losses: tuple[float, ...] = field(repr=False)  # of step 1, 2, ...; nats per token, in fp32
+    tolerances: dict[str, float]  # number format -> largest difference of a loss, in nats
+    gradient_tolerances: dict[str, float]  # the same, as a fraction of first_grad_norm
+    end: dict[str, Any] = field(default_factory=dict)  # figures of the last step over seeds
+
+    def tolerance(self, number_format: str, device_type: str, factor: float) -> float:
+        """Return the largest difference of a loss that counts as rounding, in nats.
+
+        On devices other than CPUs the tolerance is predicted: the measured one times `factor`.
+        Raises UserError (exit code 2) if the file has no tolerance for the number format.
+        """
+        if number_format not in self.tolerances:
+            raise UserError(
+                tr(
+                    "there are no golden numbers for the number format {format}, only for "
+                    "{formats}; train with one of these (NANOCHAT_DTYPE, --matmul)",
+                    format=number_format,
+                    formats=", ".join(self.tolerances),
+                ),
+                2,
+            )
+        measured = self.tolerances[number_format]
+        return measured if device_type == MEASURED else measured * factor
+
+
+@dataclass(frozen=True)
+class Goldens:
+    """The content of golden.json."""
+
+    runs: dict[str, Golden]
+    factor_elsewhere: float  # of tolerances on devices where nobody has measured them
+
+    @property
+    def smallest(self) -> Golden:
+        """The golden run that `check` trains by default: the first in the file."""
+        return next(iter(self.runs.values()))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run says about itself: its settings, number format, device and metrics."""
+
+    settings: dict[str, Any]
+    number_format: str  # float32, bfloat16, float16, or a value of COARSE
+    device_type: str
+    metrics: list[dict[str, Any]] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a run has the golden losses. If not: where it leaves them, and why perhaps."""
+
+    golden: str
+    number_format: str
+    device_type: str
+    tolerance: float  # nats per token
+    steps: int  # that were compared
+    worst_step: int
+    worst: float  # the largest difference of a loss, in nats
+    first_wrong: int | None  # the first step whose loss differs by more than the tolerance
+    loss: float = 0.0  # of that step, and what it should be
+    expected: float = 0.0
+    causes: tuple[str, ...] = ()
+
+    @property
+    def right(self) -> bool:
+        """Whether the run computes right: all losses agree, and so do the settings."""
+        return self.first_wrong is None and not self.causes
+
+    @property
+    def predicted(self) -> bool:
+        """Whether the tolerance is predicted for this device, rather than measured on it."""
+        return self.device_type != MEASURED
+
+
+def load(path: Path = FILE) -> Goldens:
+    """Return the golden numbers in a file, by default those of this version."""
+    content = read_json(path)
+    runs = {}
+    for name, values in content["runs"].items():
+        values = {**values, "flags": tuple(values["flags"]), "losses": tuple(values["losses"])}
+        runs[name] = Golden(name, **values)
+    return Goldens(runs, content["elsewhere"]["factor"])
+
+
+def read_run(folder: Path) -> Trained:
+    """Return what the run in a checkpoint folder says about itself.
+
+    Raises UserError (exit code 2) if the folder has no metrics.jsonl or no checkpoint.
+    """
+    metas = sorted(folder.glob("step_*/meta.json"))
+    metrics = [line for line in read_metrics(folder) if "loss" in line]
+    if not metas or not metrics:
+        raise UserError(
+            tr(
+                "{folder} has no metrics.jsonl with losses beside a checkpoint; name a folder of "
+                "base_checkpoints, such as ~/.cache/nanochat/base_checkpoints/smoke",
+                folder=folder,
+            ),
+            2,
+        )
+    meta = read_json(metas[-1])
+    made_with = meta["made_with"]
+    matmul = meta["config"].get("matmul")
+    number_format = matmul if matmul in COARSE else made_with["number format"]
+    return Trained(meta["config"], number_format, made_with["device"], metrics)
+
+
+def golden_of(run: Trained, goldens: Goldens) -> Golden:
+    """Return the golden run that a run repeats, or was meant to repeat.
+
+    Raises UserError (exit code 2) if its corpus, size, steps or batch are those of none.
+    """
+    for golden in goldens.runs.values():
+        if all(golden.settings[name] == run.settings.get(name) for name in IDENTITY):
+            return golden
+    raise UserError(
+        tr(
+            "no golden run has the settings of this one ({settings}); there are golden numbers for "
+            "{names}",
+            settings=", ".join(f"{name}={run.settings.get(name)}" for name in IDENTITY),
+            names=", ".join(goldens.runs),
+        ),
+        2,
+    )
+
+
+def compare(run: Trained, golden: Golden, goldens: Goldens) -> Verdict:
+    """Return the verdict about a run that repeats a golden run.
+
+    Raises UserError (exit code 2) if the run has fewer than ten losses to compare, or if its number
+    format has no tolerance.
+    """
+    tolerance = golden.tolerance(run.number_format, run.device_type, goldens.factor_elsewhere)
+    losses = _first_losses(run.metrics, len(golden.losses))
+    differences = [
+        abs(loss - expected) for loss, expected in zip(losses, golden.losses, strict=False)
+    ]
+    worst = max(differences)
+    wrong = [step for step, difference in enumerate(differences, 1) if difference > tolerance]
+    about = {
+        "golden": golden.name,
+        "number_format": run.number_format,
+        "device_type": run.device_type,
+        "tolerance": tolerance,
+        "steps": len(differences),
+        "worst_step": differences.index(worst) + 1,
+        "worst": worst,
+    }
+    causes = changed_settings(run.settings, golden.settings)
+    if not wrong:
+        return Verdict(**about, first_wrong=None, causes=tuple(causes))
+    first = wrong[0]
+    if not causes:
+        causes = _likely_causes(run, golden, worst, goldens.factor_elsewhere)
+    return Verdict(
+        **about,
+        first_wrong=first,
+        loss=losses[first - 1],
+        expected=golden.losses[first - 1],
+        causes=tuple(causes),
+    )
+
+
+def _first_losses(metrics: Sequence[Mapping[str, Any]], count: int) -> list[float]:
+    """Return the losses of step 1 up to `count` or the last; infinite where one was not finite."""
+    by_step = {line["step"]: line["loss"] for line in metrics}
+    steps = range(1, min(count, max(by_step)) + 1)
+    if len(steps) < FEWEST_STEPS:
+        raise UserError(
+            tr(
+                "the run has {steps} step(s), and at least {fewest} are compared; let it train on",
+                steps=len(steps),
+                fewest=FEWEST_STEPS,
+            ),
+            2,
+        )
+    losses = (by_step.get(step) for step in steps)
+    return [math.inf if loss is None else loss for loss in losses]
+
+
+def changed_settings(settings: Mapping[str, Any], golden: Mapping[str, Any]) -> list[str]:
+    """Return a phrase for each setting that differs from the golden run's."""
+    return [
+        tr(
+            "the setting {name}: {value} in this run, {golden} in the golden run",
+            name=name,
+            value=settings.get(name),
+            golden=value,
+        )
+        for name, value in golden.items()
+        if settings.get(name) != value
+    ]
+
+
+def _likely_causes(run: Trained, golden: Golden, worst: float, factor: float) -> list[str]:
+    """Return what may make a run leave the golden losses although its settings are the same.
+
+    The norm of the first gradient tells the two halves of a step apart, since it depends on the
+    data, the initial parameters and the passes, but not on the optimizer.
+    """
+    causes = []
+    finer = golden.tolerance(run.number_format, run.device_type, factor)
+    coarser = [name for name, value in golden.tolerances.items() if finer < worst <= value * factor]
+    if coarser:
+        causes.append(
+            tr(
+                "numbers are rounded as in {formats}, though the run says {format}",
+                formats=", ".join(coarser),
+                format=run.number_format,
+            )
+        )
+    measured = run.metrics[0].get("grad_norm") or math.inf
+    allowed = golden.gradient_tolerances[run.number_format]
+    if run.device_type != MEASURED:
+        allowed *= factor
+    off = abs(measured - golden.first_grad_norm) / golden.first_grad_norm
+    if off > allowed:
+        causes.append(
+            tr(
+                "the first gradient differs too ({grad_norm:.5f} instead of {golden:.5f}), before "
+                "any update: another seed, other or damaged data, a stale tokenizer, an attention "
+                "mask, or a broken kernel",
+                grad_norm=measured,
+                golden=golden.first_grad_norm,
+            )
+        )
+    else:
+        causes.append(
+            tr(
+                "the first gradient is right, so the data, the tokenizer and the passes are: "
+                "learning rates, their schedule, or the optimizer"
+            )
+        )
+    return causes
