@@ -1,37 +1,70 @@
 """Reinforcement learning on problems with checkable answers.
 
-Each step samples replies, grades them, and makes the better ones more likely.
+Each step samples replies, grades them, and makes the better ones more likely. The model was trained
+here, fine-tuned with scripts.finetune, or published.
 
 python -m scripts.chat_rl
+python -m scripts.chat_rl --source tune --problems sums.jsonl
+python -m scripts.chat_rl --model ./Qwen3-0.6B --problems sums.jsonl
 torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_size=4 --examples_per_step=16
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
+from nanochat import schedule
 from nanochat.checkpoint_manager.files import latest_step
-from nanochat.checkpoint_manager.locate import checkpoint_dir
+from nanochat.checkpoint_manager.locate import checkpoint_dir, find_parent
 from nanochat.common import UserError, log, tr
 from nanochat.context import model_arguments
 from nanochat.dataloader import epoch_numbers
 from nanochat.device import Compute
 from nanochat.evals.chat import evaluate
 from nanochat.generate.sampling import Sampling
-from nanochat.optim import Rates
+from nanochat.optim import OneRate, Rates
 from nanochat.rl import rollout
 from nanochat.rl.groups import Groups
 from nanochat.rl.policy import PolicyFlags
-from nanochat.rl.sampler import Sampler
+from nanochat.rl.rewards import Rewards, mean_reward
+from nanochat.rl.sampler import Sampler, reference_of
+from nanochat.rl.start import Start, open_published, open_tuned
 from nanochat.rl.trees import over_trees
-from nanochat.run import Plan, Run, launch, load_parent, open_folder, parent_of
+from nanochat.run import Plan, Run, launch, load_parent, open_folder
 from nanochat.step import NO_UPDATE
+from nanochat.tokenizer import Tokenizer
 from nanochat.train import sizes
-from nanochat.train.flags import Epochs, Free, Rare, RunFlags, StageFlags, check_ranges
+from nanochat.train.flags import Auto, Epochs, Free, Rare, RunFlags, StageFlags, check_ranges
 from nanochat.train.samples import Graded
 from nanochat.train.setup import set_up
 from tasks.mixtures import rl_tasks
+
+
+@dataclass(frozen=True)
+class AdapterFlags:
+    """What is trained of a published or fine-tuned model, and how fast."""
+
+    lora_rank: int | Auto = "auto"
+    """rank of the adapter that is trained of a published model; 0: no adapter, every parameter is trained.
+    auto: 8, or that of the adapter that scripts.finetune made, which is trained further"""
+    lora_alpha: Rare[float] = 16.0
+    """what a new adapter adds is multiplied by alpha / rank"""
+    learning_rate: Rare[float | Auto] = "auto"
+    """learning rate of AdamW for a published model, which then falls linearly to 0.
+    auto: a twentieth of what fine-tuning takes, such as 1e-4 for an adapter at 576 channels and 5e-6 for every parameter"""
+
+    @property
+    def rank(self) -> int | None:
+        """The rank, or None for the default of the start."""
+        return None if self.lora_rank == "auto" else self.lora_rank
+
+    def rate(self, width: int, steps: int, adapter: bool) -> float:
+        """Return the peak learning rate for `steps` steps of a model with `width` channels."""
+        if self.learning_rate != "auto":
+            return self.learning_rate
+        return schedule.tuning_rate(width, steps, adapter, preferences=True)
 
 
 @dataclass(frozen=True)
@@ -41,8 +74,17 @@ class Config:
     problems: str | None = None
     """JSONL file of your own problems, such as {"question": "...", "answer": "42"}, used instead of the corpus's.
     Every tenth one is held out to measure accuracy"""
-    source: Free[Rare[Literal["sft", "mid"]]] = "sft"
-    """stage whose model to start from; what scripts.finetune made cannot be trained further here"""
+    reward: tuple[str, ...] = ()
+    """what replies are rewarded for: functions in your own Python file, such as rewards.py:short.
+    Several are added up, with weights such as rewards.py:short*0.5; answer stands for the right answer.
+    Default: answer"""
+    unsafe_exec: Free[Rare[bool]] = False
+    """call the functions of --reward even where this machine cannot isolate them in namespaces"""
+    model: Free[Path | None] = None
+    """folder of a published model to start from, or its OWNER/NAME if hf or modelscope has downloaded it.
+    Default: a model that was trained here"""
+    source: Free[Literal["sft", "mid", "tune"]] = "sft"
+    """stage whose model to start from; tune: what scripts.finetune made, an adapter or a whole model"""
     source_step: Free[Rare[int | None]] = None
     """step of that stage's checkpoint; default: the newest"""
     examples_per_step: int = 16
@@ -59,7 +101,9 @@ class Config:
     top_k: Rare[int] = 50
     """sample from this many of the likeliest tokens; 0: from all tokens"""
     init_lr_frac: float = 0.05
-    """factor on all learning rates, which then fall linearly to 0"""
+    """factor on the learning rates of a model that was pretrained here, which then fall linearly to 0"""
+    adapter: AdapterFlags = AdapterFlags()
+    """what is trained of a published model"""
     eval_every: Free[int] = 60
     """steps between measurements on held-out problems; 0: measure only before the first step and at the end"""
     eval_examples: Free[Rare[int]] = 400
@@ -116,26 +160,77 @@ def refuse_tuned(source: str, tag: str | None) -> None:
         return
     if latest_step(checkpoint_dir("tune", tag)) is not None:
         raise UserError(
-            tr(
-                "{tag} was made by scripts.finetune, and chat_rl trains models that were "
-                "pretrained here, of stage sft or mid. Name one of those with --model_tag, "
-                "or train {tag} on preferences with `python -m scripts.finetune --loss=dpo`",
-                tag=tag,
-            ),
+            tr("{tag} was made by scripts.finetune: name that stage with --source=tune", tag=tag),
             exit_code=2,
         )
 
 
+def open_start(cfg: Config, compute: Compute) -> Start:
+    """Return the model that the flags name, which is loaded later.
+
+    Raises UserError (exit code 2) if flags contradict each other, or if there is no such model.
+    """
+    flags = cfg.adapter
+    stage = cfg.stage
+    if cfg.model is None and cfg.source != "tune":
+        refuse_tuned(cfg.source, stage.model_tag)
+        if flags.rank or flags.learning_rate != "auto":
+            raise UserError(
+                tr(
+                    "--lora_rank and --learning_rate are for published models, which --model or "
+                    "--source=tune names. For a model that was pretrained here, give --init_lr_frac"
+                ),
+                exit_code=2,
+            )
+        parent = find_parent(cfg.source, stage.model_tag, cfg.source_step)
+
+        def load() -> tuple[Any, Tokenizer]:
+            return load_parent(parent, compute, stage.matmul)
+
+        return Start(parent.tag, parent.identity, parent.corpus, load)
+    if stage.matmul != "auto":
+        raise UserError(
+            tr(
+                "--matmul={matmul} is for models that were pretrained here: leave it out",
+                matmul=stage.matmul,
+            ),
+            exit_code=2,
+        )
+    shape = (flags.rank, flags.lora_alpha, compute, cfg.run.seed)
+    if cfg.model is None:
+        return open_tuned(stage.model_tag, cfg.source_step, *shape)
+    if cfg.source == "tune" or stage.model_tag is not None or cfg.source_step is not None:
+        raise UserError(
+            tr(
+                "--model names a published model, and --source, --model_tag and --source_step one "
+                "that was trained here: give either"
+            ),
+            exit_code=2,
+        )
+    return open_published(cfg.model, *shape)
+
+
 def train(cfg: Config, compute: Compute) -> None:
     """Train a model on problems, resuming from any checkpoint that --resume selects."""
-    refuse_tuned(cfg.source, cfg.stage.model_tag)
-    parent, tag = parent_of(cfg.source, cfg.source_step, "rl", cfg.stage, cfg.problems)
-    corpus = cfg.stage.data or parent.corpus
-    folder = open_folder("rl", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)
+    rewards = Rewards.of(cfg.reward, cfg.unsafe_exec)
+    start = open_start(cfg, compute)
+    tag = cfg.stage.own_tag(start.name, cfg.problems)
+    corpus = cfg.stage.data or start.corpus or ""
+    facts = {"parent": start.identity, "corpus": corpus, **rewards.facts}
+    folder = open_folder("rl", tag, cfg, cfg.run, compute, **facts)
+    log(
+        tr(
+            "rl: training {start}; checkpoints go to {path}",
+            start=start.identity,
+            path=folder.path,
+        )
+    )
     sizes.check_for_ranks("examples_per_step", cfg.examples_per_step, compute)
     cfg.policy.check(cfg.max_new_tokens)
-    model, tokenizer = load_parent(parent, compute, cfg.stage.matmul)
-    task, held_out = rl_tasks(corpus, cfg.problems)
+    model, tokenizer = start.load()
+    answered, measured = rl_tasks(corpus, cfg.problems, rewards.need_answers)
+    task, held_out = rewards.over(answered), rewards.measured(measured)
+    rewards.try_out(answered)
     problems = np.array(rollout.fitting(task, tokenizer, model.config.sequence_len))
     problems_per_step = cfg.examples_per_step * cfg.policy.oversample
     steps = cfg.epochs.steps(len(problems), problems_per_step, "a smaller --examples_per_step")
@@ -151,11 +246,16 @@ def train(cfg: Config, compute: Compute) -> None:
         )
     )
 
+    rates, scale = cfg.rates, cfg.init_lr_frac
+    if start.fill is not None:
+        rates = OneRate(cfg.adapter.rate(model.config.n_embd, steps, start.is_adapter))
+        scale = 1.0
+    optimizers = set_up(model, rates, scale, folder.path, cfg.run, compute, fill=start.fill)
+
     sampler = Sampler(model, compute)
     reference = None
-    if cfg.policy.kl:
-        reference = Sampler(model, compute)
-        reference.renew(model)  # the weights after SFT, whichever checkpoint is loaded later
+    if cfg.policy.kl:  # of the weights before RL, whichever checkpoint is loaded later
+        reference = reference_of(model, sampler, compute)
     sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens, cfg.run.seed)
     greedy = Sampling(temperature=0.0, max_tokens=cfg.max_new_tokens)
     groups = None
@@ -164,11 +264,12 @@ def train(cfg: Config, compute: Compute) -> None:
     ratio_loss = cfg.policy.ratio_loss
     names = () if ratio_loss is None else ratio_loss.figures
 
-    optimizers = set_up(model, cfg.rates, cfg.init_lr_frac, folder.path, cfg.run, compute)
     replies_per_step = problems_per_step * cfg.num_samples
     plan = Plan(steps, replies_per_step, problems_per_step, rollout.task_key(task))
 
-    with Run(folder, plan, model, tokenizer, optimizers, cfg.run, compute) as run:
+    with Run(
+        folder, plan, model, tokenizer, optimizers, cfg.run, compute, about=start.about
+    ) as run:
         sampler.renew(model)
         for step in run.steps():
             with run.between_steps(cfg.eval_every, ends=True) as due:
@@ -183,9 +284,13 @@ def train(cfg: Config, compute: Compute) -> None:
                         limit=cfg.eval_examples,
                         on_reply=graded.hear,
                     )
-                    run.record(accuracy=score.accuracy)
                     graded.keep(folder.path, step)
-                    log(f"step {step:05d} | {score}")
+                    if rewards.need_answers:
+                        run.record(accuracy=score.accuracy)
+                        log(f"step {step:05d} | {score}")
+                    else:
+                        run.record(held_out_reward=score.accuracy)
+                        log(f"step {step:05d} | {mean_reward(score)}")
             if run.ended:
                 break
 
@@ -204,7 +309,7 @@ def train(cfg: Config, compute: Compute) -> None:
                 cfg.policy,
                 cfg.shuffle_rewards,
                 groups,
-                None if reference is None else reference.model,
+                reference,
             )
             sampler_gap = rollout.sampler_gap(samples, model, compute)
 

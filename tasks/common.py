@@ -5,9 +5,9 @@ They check arguments, read numbers from texts, and build subsets and mixtures of
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -105,6 +105,12 @@ class Subset:
 
     def grade(self, i: int, reply: str) -> float:
         return self.task.grade(self._numbers[i], reply)
+
+    def record(self, i: int) -> Mapping[str, Any]:
+        """Return the record of a problem as its file has it, or {} if the task has no records."""
+        if not hasattr(self.task, "record"):
+            return {}
+        return self.task.record(self._numbers[i])  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def first_places(numbers: np.ndarray) -> np.ndarray:  # (N,) int64, both

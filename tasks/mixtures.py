@@ -374,15 +374,17 @@ def _content(file: str) -> str:
 # --- the problems of RL --------------------------------------------------------------------------
 
 
-def rl_tasks(corpus: str, problems: str | None = None) -> tuple[Task, Task]:
+def rl_tasks(
+    corpus: str, problems: str | None = None, need_answers: bool = True
+) -> tuple[Task, Task]:
     """Return two tasks for a corpus: one that RL trains on, and one that RL is measured on.
 
     `problems` names a JSONL file of your own to use instead. Every tenth problem in it is for
-    measuring. Raises UserError if the file has fewer than 2 problems.
+    measuring, and with `need_answers` each must have an answer. Raises UserError if the file has fewer than 2 problems.
     """
     if problems is None:
         return curriculum(corpus).rl()
-    task = Problems(problems)
+    task = Problems(problems, need_answers)
     if len(task) < 2:
         raise UserError(
             tr(

@@ -3,7 +3,7 @@
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,23 +25,32 @@ _NUMBER = re.compile(r"[-+]?[$¥€]?\s*\d[\d,]*(\.\d+)?\s*[%.。]?")
 
 @dataclass(frozen=True)
 class Problem:
-    """A conversation that ends with the first right answer to a problem, and all right answers."""
+    """A conversation that ends with the first right answer to a problem, and all right answers.
+
+    Without answers, which only some rewards need, the conversation ends with the question. `record`
+    is what the file has.
+    """
 
     conversation: Conversation
     answers: tuple[str, ...]
+    record: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Problems:
     """The problems in a file, in any layout that read_problem() knows.
 
-    Raises UserError as read_file() does.
+    With `need_answers`, every problem must have an answer. Raises UserError as read_file() does.
     """
 
     kind: Literal["choice", "generative"] = "generative"
 
-    def __init__(self, filepath: str | Path):
+    def __init__(self, filepath: str | Path, need_answers: bool = True):
         self.name = Path(filepath).expanduser().stem
-        records = read_file(filepath, read_problem, tr("problem"), _SHAPE)
+
+        def read(value: Any) -> Problem:
+            return read_problem(value, need_answers)
+
+        records = read_file(filepath, read, tr("problem"), _SHAPE)
         self._problems = [problem for _, problem in records]
 
     def __len__(self) -> int:
@@ -56,6 +65,10 @@ class Problems:
     def grade(self, i: int, reply: str) -> float:
         answers = self._problems[i].answers
         return float(any(is_right(reply, answer) for answer in answers))
+
+    def record(self, i: int) -> Mapping[str, Any]:
+        """Return problem `i` as the file has it."""
+        return self._problems[i].record
 
 
 # --- grading -------------------------------------------------------------------------------------
@@ -101,10 +114,11 @@ def is_right(reply: str, answer: str) -> bool:
 # --- layouts -------------------------------------------------------------------------------------
 
 
-def read_problem(value: Any) -> Problem:
+def read_problem(value: Any, need_answer: bool = True) -> Problem:
     """Convert a JSON value in any of the known layouts to a problem.
 
-    Raises ValueError, naming the rule, if the value breaks one.
+    Raises ValueError, naming the rule, if the value breaks one, and if it has no answer but needs
+    one.
 
     The question is a text or a list of messages under one of the keys `_QUESTIONS`. The answer is a
     text, a number or a list of right answers under one of the keys `_ANSWERS`, in the record or in
@@ -122,7 +136,7 @@ def read_problem(value: Any) -> Problem:
                 keys=first_keys(value),
             )
         )
-    answers = _answers(value)
+    answers = _answers(value) if need_answer or _answer_of(value) is not None else ()
     if isinstance(question, str):
         question = [{"role": "user", "content": question}]
     if not isinstance(question, list):
@@ -131,8 +145,9 @@ def read_problem(value: Any) -> Problem:
     if question and isinstance(question[-1], Mapping) and question[-1].get("role") == "assistant":
         question = question[:-1]
     turns = with_system(value, question)
-    reference = {"role": "assistant", "content": answers[0]}
-    return Problem(read_alternating([*turns, reference]), answers)
+    reference = {"role": "assistant", "content": answers[0] if answers else "?"}
+    conversation = read_alternating([*turns, reference])
+    return Problem(conversation if answers else conversation.prompt, answers, value)
 
 
 def _answers(value: Mapping[str, Any]) -> tuple[str, ...]:
@@ -140,10 +155,7 @@ def _answers(value: Mapping[str, Any]) -> tuple[str, ...]:
 
     Raises ValueError if there is none, or if one of them is empty.
     """
-    answer = _first_value(value, _ANSWERS)
-    reward_model = value.get("reward_model")
-    if answer is None and isinstance(reward_model, Mapping):
-        answer = _first_value(reward_model, _ANSWERS)
+    answer = _answer_of(value)
     if answer is None:
         raise ValueError(
             tr(
@@ -161,6 +173,15 @@ def _answers(value: Mapping[str, Any]) -> tuple[str, ...]:
             )
         )
     return answers
+
+
+def _answer_of(value: Mapping[str, Any]) -> Any:
+    """Return the answer of a problem as the record has it, or None."""
+    answer = _first_value(value, _ANSWERS)
+    reward_model = value.get("reward_model")
+    if answer is None and isinstance(reward_model, Mapping):
+        return _first_value(reward_model, _ANSWERS)
+    return answer
 
 
 def _first_value(record: Mapping[str, Any], names: Sequence[str]) -> Any:

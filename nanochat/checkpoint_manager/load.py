@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -23,6 +23,9 @@ from nanochat.common import UserError, read_json, sha256_of, tr, warn
 from nanochat.device import Compute
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanochat.models.lora import LoraConfig
 
 PUBLISHED = "published"  # `stage` of a model that was not trained here
 # The most tokens of a row on which a published model is measured. Its context may be so long that a
@@ -48,8 +51,8 @@ class Loaded:
 
     @property
     def from_folder(self) -> bool:
-        """Whether the model is a published one, or was fine-tuned from one."""
-        return self.stage in (PUBLISHED, "tune")
+        """Whether the model is a published one, or was fine-tuned or trained by RL from one."""
+        return self.stage in (PUBLISHED, "tune") or self.tokenizer.takes_options
 
     @property
     def row_tokens(self) -> int:
@@ -264,8 +267,23 @@ def _load_base(
 
     Raises UserError if that model is missing or has changed.
     """
-    from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
-    from nanochat.models.lora import LoraConfig, add_adapters
+    from nanochat.checkpoint_manager.huggingface.weights import load_qwen
+    from nanochat.models.lora import add_adapters
+
+    base, lora = base_of_adapter(meta, where)
+    model = load_qwen(base, compute, dtype)
+    add_adapters(model, lora)
+    return model
+
+
+def base_of_adapter(meta: dict[str, Any], where: Path) -> tuple[Path, "LoraConfig"]:
+    """Return the folder of the model that an adapter was trained on, and the adapter's shape.
+
+    `meta` is the meta.json of the step in the folder `where`. Raises UserError if the model is
+    missing or has changed.
+    """
+    from nanochat.checkpoint_manager.huggingface.weights import folder_mark
+    from nanochat.models.lora import LoraConfig
 
     base = Path(meta["base"]["folder"])
     if not (base / "config.json").is_file() or folder_mark(base) != meta["base"]["mark"]:
@@ -279,11 +297,9 @@ def _load_base(
                 state=state,
             )
         )
-    model = load_qwen(base, compute, dtype)
-    lora = dict(meta["lora"])
-    lora["targets"] = tuple(lora["targets"])
-    add_adapters(model, LoraConfig(**lora))
-    return model
+    shape = dict(meta["lora"])
+    shape["targets"] = tuple(shape["targets"])
+    return base, LoraConfig(**shape)
 
 
 def _matching_tokenizer(where: Path, vocab_size: int, expected_hash: str) -> Tokenizer:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any, Protocol, TypeVar
 
 from nanochat.common import UserError, tr
@@ -27,6 +27,7 @@ from nanochat.tokenizer import Tokenizer
 GREEDY = Sampling(temperature=0.0, max_tokens=512)
 # Prompt tokens to prefill between two decoding steps. They can be many, since no user is waiting.
 PREFILL_TOKENS = 4096
+PROMPT_END = 32  # tokens at the end of a prompt, among which is the mark that opens a thought
 
 Judgement = TypeVar("Judgement")
 Advance = Callable[[float], None]
@@ -176,7 +177,7 @@ def _total_score(
     *table, guesses, all_too_long = parallel.total([*table, guesses, too_long], compute)
     rows = tuple(tuple(table[i * samples : (i + 1) * samples]) for i in range(total))
     right = sum(max(row) for row in rows)
-    low, high = wilson(right, total)
+    low, high = _interval([max(row) for row in rows])
     return Score(name, right, total, low, high, guesses / total, int(all_too_long), rows)
 
 
@@ -319,17 +320,21 @@ def _grade_replies(
         graphs=compute.platform if graphs else None,
     )
 
-    def judge(prompt_number: int, tokens: Sequence[int]) -> tuple[list[Part], float]:
-        parts = reply_parts(tokens, tokenizer)
-        return parts, _grade(task, numbers[prompt_number], parts)
-
     with progress(task.name, replies, tr("replies"), compute) as advance:
-        _, judgements = generate_and_judge(
-            engine, list(prompts.values()), sampling, samples, judge, lambda: advance(1)
+        _, written, reply_grades = generate_and_grade(
+            task,
+            numbers,
+            engine,
+            list(prompts.values()),
+            sampling,
+            samples,
+            tokenizer,
+            lambda: advance(1),
         )
     grades: dict[int, list[float]] = {i: [] for i in prompts}
-    for reply_number, (parts, grade) in enumerate(judgements):
+    for reply_number, (reply, grade) in enumerate(zip(written, reply_grades, strict=True)):
         i = numbers[reply_number // samples]
+        parts = reply.parts
         grades[i].append(grade)
         if on_reply:
             on_reply(i, parts, grade)
@@ -394,20 +399,87 @@ def generate_and_judge(
         pool.shutdown(cancel_futures=True)
 
 
-def _grade(task: Task, i: int, parts: list[Part]) -> float:
-    """Return the grade of a reply, by its parts if the task can grade them, else by its text."""
-    if hasattr(task, "grade_parts"):
-        return task.grade_parts(i, parts)  # pyright: ignore[reportAttributeAccessIssue]
-    text = "".join(segment.text for segment in parts if segment.kind == "text")
-    return task.grade(i, text)
+@dataclass(frozen=True)
+class Reply:
+    """A written reply, and apart from each other its thought and the answer after it."""
+
+    parts: list[Part]  # all that was written
+    thought: str  # empty for a model that does not think
+    answer: list[Part]
+
+    @property
+    def text(self) -> str:
+        """The answer's text, without calculator calls and their outputs."""
+        return "".join(part.text for part in self.answer if part.kind == "text")
 
 
-def grader(task: Task, tokenizer: Tokenizer) -> Callable[[int, Sequence[int]], float]:
-    """Return a function that grades replies as evaluate() grades written ones.
+def read_reply(tokens: Sequence[int], prompt: Sequence[int], tokenizer: Tokenizer) -> Reply:
+    """Return the reply to a prompt, given the tokens of both."""
+    parts = reply_parts(tokens, tokenizer)
+    marks = tokenizer.thought_marks
+    if marks is None:
+        return Reply(parts, "", parts)
+    text = "".join(part.text for part in parts if part.kind == "text")
+    opened = tokenizer.decode(prompt[-PROMPT_END:]).rstrip().endswith(marks[0])
+    thought, answer = split_thought(text, marks, opened)
+    return Reply(parts, thought, [Part("text", answer)])
 
-    The function takes the index of a problem and the tokens of a reply.
+
+def split_thought(text: str, marks: tuple[str, str], opened: bool) -> tuple[str, str]:
+    """Return the thought at the beginning of a reply and the answer after it.
+
+    `marks` begin and end a thought. `opened` says whether the prompt ends with the opening mark, as
+    some templates write it. A reply that was cut off in its thought has no answer.
     """
-    return lambda i, tokens: _grade(task, i, reply_parts(tokens, tokenizer))
+    opening, closing = marks
+    beginning = text.lstrip()
+    if not opened and not beginning.startswith(opening):
+        return "", text
+    thought, _, answer = beginning.removeprefix(opening).partition(closing)
+    return thought.strip(), answer.lstrip()
+
+
+def generate_and_grade(
+    task: Task,
+    numbers: Sequence[int],
+    engine: Generator,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    samples: int,
+    tokenizer: Tokenizer,
+    on_reply: Callable[[], None],
+) -> tuple[list[Completion], list[Reply], list[float]]:
+    """Return `samples` completions of each prompt, what each of them says, and its grade.
+
+    `numbers` are the indices of the problems that the prompts ask. If the task has
+    `grade_all(problems, replies)`, which takes the index of a problem for each Reply, it grades all
+    replies at the end. Otherwise each is graded while others are still being written.
+    """
+    grade_all = getattr(task, "grade_all", None)
+
+    def judge(prompt_number: int, tokens: Sequence[int]) -> tuple[Reply, float]:
+        reply = read_reply(tokens, prompts[prompt_number], tokenizer)
+        if grade_all is not None:
+            return reply, 0.0
+        return reply, grade_reply(task, numbers[prompt_number], reply.answer)
+
+    completions, judgements = generate_and_judge(
+        engine, prompts, sampling, samples, judge, on_reply
+    )
+    replies = [reply for reply, _ in judgements]
+    grades = [grade for _, grade in judgements]
+    if grade_all is not None:
+        problems = [numbers[number // samples] for number in range(len(replies))]
+        grades = grade_all(problems, replies)
+    return completions, replies, grades
+
+
+def grade_reply(task: Task, i: int, answer: list[Part]) -> float:
+    """Return the grade of an answer, by its parts if the task can grade them, else by its text."""
+    if hasattr(task, "grade_parts"):
+        return task.grade_parts(i, answer)  # pyright: ignore[reportAttributeAccessIssue]
+    text = "".join(part.text for part in answer if part.kind == "text")
+    return task.grade(i, text)
 
 
 # --- figures -------------------------------------------------------------------------------------
@@ -424,6 +496,18 @@ def wilson(right: float, total: int, z: float = 1.96) -> tuple[float, float]:
     deviation = math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     half = z / widening * deviation
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def _interval(grades: Sequence[float], z: float = 1.96) -> tuple[float, float]:
+    """Return the confidence interval of the mean of grades.
+
+    It is Wilson's for grades from 0 to 1, and the normal approximation for rewards beyond them.
+    """
+    if all(0 <= grade <= 1 for grade in grades):
+        return wilson(sum(grades), len(grades), z)
+    mean = fmean(grades)
+    half = z * pstdev(grades, mean) / math.sqrt(len(grades))
+    return mean - half, mean + half
 
 
 def by_group(task: Task, score: Score) -> dict[str, tuple[float, int]]:

@@ -47,13 +47,13 @@ class PolicyFlags:
     """mean: the reward minus the mean of the problem's replies; normalized: divided by their deviation too"""
     kl: float = 0.0
     """how strongly tokens are pulled back to the model that RL starts from (GRPO's KL term); 0: not at all.
-    A copy of that model is kept"""
-    average: Average = "token"
+    A copy of that model is kept, unless an adapter is trained"""
+    average: Rare[Average] = "token"
     """how the losses of tokens are averaged; token: over all tokens of the step; reply: within each reply first.
     limit: their sum is divided by the number of replies times max_new_tokens"""
-    oversample: int = 1
+    oversample: Rare[int] = 1
     """sample so many times examples_per_step problems; train on the first ones whose replies differ in reward"""
-    overlong_tokens: int = 0
+    overlong_tokens: Rare[int] = 0
     """replies that reach into the last so many tokens of max_new_tokens lose up to 1 of their reward.
     0: replies that were cut off are not trained on"""
 

@@ -13,7 +13,7 @@ from nanochat.context import TREE
 from nanochat.data.conversation import Task
 from nanochat.device import Compute
 from nanochat.engine import Completion, Engine
-from nanochat.evals.chat import generate_and_judge, grader
+from nanochat.evals.chat import generate_and_grade
 from nanochat.generate.sampling import Sampling
 from nanochat.model import Model
 from nanochat.rl.anchor import anchored
@@ -26,6 +26,8 @@ from nanochat.rl.policy import (
     shuffled,
     token_weights,
 )
+from nanochat.rl.rewards import Rewarded
+from nanochat.rl.sampler import Reference
 from nanochat.rl.trees import APART, Sample, pack
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
@@ -83,10 +85,15 @@ class Rollouts:
 
 
 def task_key(task: Task) -> str:
-    """Return a key for the content of a task, which changes if any of its problems changes."""
+    """Return a key for the content of a task, which changes if any of its problems changes.
+
+    Functions may reward by the whole record of a problem, which then is part of the content.
+    """
     digest = hashlib.sha256()
     for number in range(len(task)):
         digest.update(repr(task[number]).encode())
+        if isinstance(task, Rewarded):
+            digest.update(repr(task.record(number)).encode())
     return f"{task.name} {len(task)} {digest.hexdigest()[:16]}"
 
 
@@ -133,7 +140,7 @@ def roll_out(
     policy: PolicyFlags,
     shuffle: bool = False,
     groups: Groups | None = None,
-    reference: Model | None = None,
+    reference: Reference | None = None,
 ) -> tuple[Rollouts, list[Sample]]:
     """Sample and grade replies to problems, and return this rank's batches and trained samples.
 
@@ -144,20 +151,15 @@ def roll_out(
     optimizers that normalise the size of a step let the frequent changes win.
 
     With `groups`, which must sample from `model`, replies are sampled and trained on as trees.
-    `reference` is the model that `policy.kl` pulls tokens back to; without it, nothing is pulled.
+    `reference` returns the model that `policy.kl` pulls tokens back to, and is called once, after
+    sampling; without it, nothing is pulled.
     """
     own_numbers = list(numbers[compute.rank :: compute.world_size])
     prompts = [tokenizer.render_prompt(task[number]) for number in own_numbers]
     engine = groups or _engine_for(prompts, samples, sampling, model, tokenizer)
-    grade = grader(task, tokenizer)
     # Replies come problem by problem, `samples` for each.
-    replies, rewards = generate_and_judge(
-        engine,
-        prompts,
-        sampling,
-        samples,
-        lambda i, tokens: grade(own_numbers[i], tokens),
-        compute.pulse.beat,
+    replies, _, rewards = generate_and_grade(
+        task, own_numbers, engine, prompts, sampling, samples, tokenizer, compute.pulse.beat
     )
     limit = sampling.max_tokens
     overlong = policy.overlong_tokens
@@ -185,7 +187,7 @@ def roll_out(
     divergence = 0.0
     if reference is not None:
         trained_samples, divergence = anchored(
-            trained_samples, policy.kl, reference, compute, trees=groups is not None
+            trained_samples, policy.kl, reference(), compute, trees=groups is not None
         )
     totals = _totals(replies, rewards, flat, trained_samples, divergence, compute)
     trained_samples = [

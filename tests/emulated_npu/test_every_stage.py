@@ -93,14 +93,14 @@ def fixed_replies(path: Path) -> Iterator[None]:
     """RL samples as ever. The first run's replies are kept in a file, and every later run trains on these."""
     saved = torch.load(path, weights_only=False) if path.exists() else None
     sampled: list[Any] = []
-    generate = rollout.generate_and_judge
+    generate = rollout.generate_and_grade
 
     def replay(*arguments: Any) -> Any:
         sampled.append(generate(*arguments))
         return sampled[-1] if saved is None else saved[len(sampled) - 1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout, "generate_and_judge", replay)
+        patch.setattr(rollout, "generate_and_grade", replay)
         yield
     if sampled and saved is None:
         torch.save(sampled, path)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import statistics
 from typing import Literal
 
 import pytest
@@ -11,7 +12,7 @@ from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, Part, chat
 from nanochat.device import Compute, compute_init
 from nanochat.engine import Engine
-from nanochat.evals.chat import Score, by_group, chat_core, evaluate, grader, pass_at, wilson
+from nanochat.evals.chat import Reply, Score, by_group, chat_core, evaluate, pass_at, split_thought, wilson
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from tests.emulated_npu.worker import on_npu
@@ -120,12 +121,31 @@ def test_a_task_may_grade_calculator_calls():
     assert score.total == 9
 
 
-def test_the_grader_of_single_replies_is_that_of_the_evaluation():
-    tokens = [*TOKENIZER.encode("cat"), TOKENIZER.special("python_start"), *TOKENIZER.encode("12"),
-              TOKENIZER.special("python_end")]  # fmt: skip
-    assert grader(Words(), TOKENIZER)(0, tokens) == 0.0  # the text has three characters
-    assert grader(Called(), TOKENIZER)(0, tokens) == 0.0
-    assert grader(Called(), TOKENIZER)(0, tokens[:3]) == 1.0
+@pytest.mark.parametrize(
+    ("text", "opened", "thought", "answer"),
+    [
+        ("<think>\nTwo and two.\n</think>\n\n4", False, "Two and two.", "4"),
+        ("Two and two.</think>4", True, "Two and two.", "4"),  # the template opened the thought in the prompt
+        ("<think>Two.</think>4", True, "Two.", "4"),  # a model that repeats the mark
+        ("<think>Two and", False, "Two and", ""),  # cut off while it thinks
+        ("Two and", True, "Two and", ""),
+        ("4 </think> is text", False, "", "4 </think> is text"),
+        ("4", False, "", "4"),
+    ],
+)
+def test_the_thought_of_a_reply_is_split_from_the_answer(text: str, opened: bool, thought: str, answer: str) -> None:
+    assert split_thought(text, ("<think>", "</think>"), opened) == (thought, answer)
+
+
+def test_a_task_may_grade_all_replies_at_once_with_any_numbers() -> None:
+    class Together(Words):
+        def grade_all(self, problems: list[int], replies: list[Reply]) -> list[float]:
+            assert len(problems) == len(replies) == 9
+            return [float(i - 5) for i in problems]
+
+    score = evaluate(Together(), MODEL, TOKENIZER, on_cpu(), SHORT)
+    assert score.accuracy == pytest.approx(-1.0)
+    assert score.low == pytest.approx(-1 - 1.96 * statistics.pstdev(range(9)) / 3)
 
 
 def test_groups_are_counted_apart():

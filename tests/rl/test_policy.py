@@ -173,8 +173,8 @@ def test_shuffled_rewards_are_the_same_ones_in_an_order_of_the_seed():
     assert rewards == [1.0, 0.0, 0.5, 1.0, 0.0, 0.0, 0.25, 1.0]  # the list that was given stays as it was
 
 
-def test_a_fine_tuned_model_is_named_as_what_rl_does_not_train() -> None:
+def test_the_stage_of_a_fine_tuned_model_is_named() -> None:
     tiny_checkpoint("tune", tag="made")
-    with pytest.raises(UserError, match=r"made was made by scripts\.finetune.*--loss=dpo") as refused:
+    with pytest.raises(UserError, match=r"--source=tune") as refused:
         chat_rl.train(chat_rl.Config(stage=StageFlags(model_tag="made")), on_cpu())
     assert refused.value.exit_code == 2

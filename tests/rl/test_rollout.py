@@ -111,7 +111,8 @@ def test_tokens_that_the_calculator_wrote_are_not_trained(monkeypatch):
         return replies
 
     monkeypatch.setattr(Engine, "generate", generate)
-    monkeypatch.setattr(rollout, "grader", lambda task, tokenizer: lambda i, tokens: float(tokens[0]))
+    grades = [float(at % 2) for at in range(2 * len(NUMBERS))]
+    monkeypatch.setattr(Even, "grade_all", lambda self, problems, replies: grades, raising=False)
     rollouts, samples = rollout.roll_out(Even(), NUMBERS, 2, SAMPLING, 8, talkative(), TOKENIZER, on_cpu(), REINFORCE)
     assert [[weight != 0 for weight in sample.weights] for sample in samples] == [[True, True, False, False, True]] * 12
     assert rollouts.num_targets == 12 * 3

@@ -62,10 +62,10 @@ class Even:
         return float(len(reply) % 2 == 0)
 
 
-def even_tasks(corpus: str, problems: str | None = None) -> tuple[Task, Task]:
+def even_tasks(corpus: str, problems: str | None = None, need_answers: bool = True) -> tuple[Task, Task]:
     assert corpus == "tinyworld"
     if problems is not None:
-        return rl_tasks(corpus, problems)
+        return rl_tasks(corpus, problems, need_answers)
     return Even(tuple(tinyworld.rl_problems(0, 40))), Even(tuple(tinyworld.rl_evaluation(0, 20)))
 
 
