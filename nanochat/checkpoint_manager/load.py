@@ -264,6 +264,7 @@ def _load_base(
 
     Raises UserError if that model is missing or has changed.
     """
+    from nanochat.checkpoint_manager.huggingface.adapter import BASE_BITS, tell_base_bits
     from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
     from nanochat.models.lora import LoraConfig, add_adapters
 
@@ -280,6 +281,7 @@ def _load_base(
             )
         )
     model = load_qwen(base, compute, dtype)
+    tell_base_bits(meta["base"].get(BASE_BITS, 16), where)
     lora = dict(meta["lora"])
     lora["targets"] = tuple(lora["targets"])
     add_adapters(model, LoraConfig(**lora))

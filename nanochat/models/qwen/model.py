@@ -1,5 +1,6 @@
 """The text models of Qwen1.5, 2, 2.5, 3 and 3.5 (dense), with their published parameter names."""
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal, cast
@@ -14,7 +15,7 @@ from nanochat.attention import PlainAttention
 from nanochat.cache import Cache
 from nanochat.context import Context, Rows
 from nanochat.gpt import RotaryCache, logits_or_loss, rotary_tables
-from nanochat.linear import Linear
+from nanochat.linear import matrix_shapes
 from nanochat.models.lora import adapted
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.deltanet import CHUNK, add_states
@@ -223,9 +224,14 @@ class Qwen(nn.Module):
         x = self.hidden(idx, context)
         return logits_or_loss(self.head, x, targets, reduction, weights, context)
 
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each parameter, by name; a matrix counts while its weight is empty."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+        return shapes | matrix_shapes(self)
+
     def parameter_roles(self) -> dict[str, Role]:
         """Return the role of each parameter, by name; optim.py has settings for every role."""
-        return {name: _role(name, parameter) for name, parameter in self.named_parameters()}
+        return {name: _role(name, len(shape)) for name, shape in self._shapes().items()}
 
     def parameter_counts(self) -> dict[str, int]:
         """Return the number of parameters by role, with two sums: `total` and `scaling`.
@@ -233,9 +239,9 @@ class Qwen(nn.Module):
         `scaling` counts the matrices and the head, as scaling laws do.
         """
         counts: dict[str, int] = {}
-        for name, parameter in self.named_parameters():
-            role = _role(name, parameter)
-            counts[role] = counts.get(role, 0) + parameter.numel()
+        for name, shape in self._shapes().items():
+            role = _role(name, len(shape))
+            counts[role] = counts.get(role, 0) + math.prod(shape)
         counts["total"] = sum(counts.values())
         counts["scaling"] = counts["matrix"] + self.head.weight.numel()
         return counts
@@ -248,13 +254,15 @@ class Qwen(nn.Module):
         twice, writes it once, and does four multiplications with the tokens of its chunk.
         """
         c = self.config
-        weights = [module.weight for module in self.modules() if isinstance(module, Linear)]
-        weights.append(self.head.weight)
-        for _, adapter in adapted(self):
-            weights += [adapter.first.weight, adapter.second.weight]
+        weights = dict(self.named_parameters())
+        weights["head"] = self.head.weight
+        shapes = {**matrix_shapes(self), "head": self.head.shape}
+        for name, adapter in adapted(self):
+            shapes[f"{name}.lora_A.weight"] = adapter.first.weight.shape
+            shapes[f"{name}.lora_B.weight"] = adapter.second.weight.shape
         matrices = 0
-        for weight in weights:
-            matrices += weight.numel() * (6 if weight.requires_grad else 4)
+        for name, shape in shapes.items():
+            matrices += math.prod(shape) * (6 if weights[name].requires_grad else 4)
         attention = 12 * c.n_head * c.head_dim * c.sequence_len
         memory = 3 * c.delta_key_dim * c.delta_value_dim
         chunk = 2 * CHUNK * (c.delta_key_dim + c.delta_value_dim)
@@ -262,14 +270,14 @@ class Qwen(nn.Module):
         return matrices + attention * c.kinds.count("A") + delta * c.kinds.count("D")
 
 
-def _role(name: str, parameter: Tensor) -> Role:
+def _role(name: str, dimensions: int) -> Role:
     if ".lora_" in name:
         return "adapter"
     if name.startswith("model.embed_tokens."):
         return "embedding"
     if name.startswith("lm_head."):
         return "head"
-    return "matrix" if parameter.dim() == 2 else "scalar"
+    return "matrix" if dimensions == 2 else "scalar"
 
 
 def offload_tensor(x: Tensor) -> Callable[[], Tensor]:
