@@ -35,6 +35,18 @@ class Linear(nn.Linear):
         return y if self.adapter is None else self.adapter(input, y)
 
 
+def matrix_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the shape (outputs, inputs) of each Linear's matrix, by the name of its weight.
+
+    The weight itself may be empty, while `multiply` holds the matrix in another form.
+    """
+    shapes = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            shapes[f"{name}.weight"] = (module.out_features, module.in_features)
+    return shapes
+
+
 class Embedding(nn.Embedding):
     """An embedding table that starts uninitialised, for init_weights() or a checkpoint to fill.
 

@@ -16,12 +16,14 @@ cards comes from data sheets and from what others have measured; after `python c
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from nanochat import device
 from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.huggingface.folders import model_name, published_folder
 from nanochat.common import UserError, run, tr
 from nanochat.models.lora import LoraConfig
+from nanochat.models.nf4 import BITS
 from nanochat.planner import calibration, recipes, tables
 from nanochat.planner.calibration import rates_for
 from nanochat.planner.cards import Rates
@@ -78,6 +80,8 @@ class Config:
     forecast the memory of fine-tuning it"""
     lora_rank: int = 8
     """with --model or --finetune: rank of the adapter; with --model, 0 trains every parameter"""
+    base_bits: Literal[16, 4] = 16
+    """with --model: bits of each weight below an adapter, as in training"""
     device_batch_size: int = 1
     """with --model: rows of a pass on one card"""
     max_length: int = 2048
@@ -179,6 +183,14 @@ def tuning_of(cfg: Config, folder: Path, ranks: int) -> Tuning:
                 ),
                 exit_code=2,
             )
+    if cfg.base_bits == BITS and not cfg.lora_rank:
+        raise UserError(
+            tr(
+                "--base_bits=4 freezes the weights that it holds in 4 bits, and --lora_rank=0 "
+                "trains them: leave one of the two out"
+            ),
+            exit_code=2,
+        )
     shape = read_config(published_folder(folder), cfg.max_length)
     lora = LoraConfig(cfg.lora_rank) if cfg.lora_rank else None
     return Tuning(
@@ -189,6 +201,7 @@ def tuning_of(cfg: Config, folder: Path, ranks: int) -> Tuning:
         offload_activations=cfg.offload_activations,
         shard=cfg.shard,
         ranks=ranks,
+        base_bits=cfg.base_bits,
     )
 
 
@@ -262,7 +275,8 @@ def finetune_table(
     Raises UserError (exit code 2) if a flag cannot be used or is a setting that the table chooses.
     """
     default = Config()
-    for flag in ("device_batch_size", "checkpoint_activations", "offload_activations", "shard"):
+    chosen = ("device_batch_size", "checkpoint_activations", "offload_activations", "shard")
+    for flag in (*chosen, "base_bits"):
         if getattr(cfg, flag) != getattr(default, flag):
             raise UserError(
                 tr("--finetune chooses --{flag} itself: leave it out", flag=flag), exit_code=2

@@ -30,6 +30,7 @@ from nanochat.common import UserError, tr
 from nanochat.context import Packed
 from nanochat.device import DTYPES, MASTER, Compute
 from nanochat.models.lora import LoraConfig, add_adapters
+from nanochat.models.nf4 import BITS, hold_in_nf4
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
 from nanochat.optim import OneRate, Optimizers
@@ -56,6 +57,7 @@ class Tuning:
     ranks: int = 1
     dtype: str = "bfloat16"  # of the computation
     on_host: bool = False  # whether the device is the host, whose memory offloading would not save
+    base_bits: int = 16  # 4: the frozen matrices are in NF4
 
     @property
     def offloads(self) -> bool:
@@ -197,6 +199,8 @@ def build_model(tuning: Tuning, compute: Compute) -> Qwen:
     cast_matrices(model, compute.dtype if tuning.lora else MASTER)
     if tuning.lora:
         add_adapters(model, tuning.lora)
+    if tuning.base_bits == BITS:
+        hold_in_nf4(model, compute.dtype)
     model.checkpoints = tuning.checkpoint_activations
     model.offloads = tuning.offloads
     parallel.shard(model, model.shard_groups(), compute, tuning.shard)

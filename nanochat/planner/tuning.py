@@ -7,6 +7,7 @@ from dataclasses import replace
 from nanochat.common import UserError, log, tr, warn
 from nanochat.device import Compute
 from nanochat.models.lora import LoraConfig
+from nanochat.models.nf4 import BITS
 from nanochat.models.qwen.model import Qwen
 from nanochat.planner.forecast import Memory, Tuning, forecast
 from nanochat.platforms.base import Chip
@@ -28,6 +29,8 @@ def flags_of(tuning: Tuning) -> str:
         flags.append("--lora_rank=0")
     elif tuning.lora.rank != LoraConfig.rank:
         flags.append(f"--lora_rank={tuning.lora.rank}")
+    if tuning.base_bits == BITS:
+        flags.append(f"--base_bits={BITS}")
     if tuning.offload_activations:
         flags.append("--offload_activations")
     elif tuning.checkpoint_activations:
@@ -52,8 +55,9 @@ def remedies(tuning: Tuning) -> Iterator[Tuning]:
     """Yield settings that should take less and less memory, each with a further change.
 
     First come changes that only cost time: fewer rows per pass, then recomputing activations, then
-    offloading them, then sharding the parameters. Changes that affect what is learned come last:
-    shorter rows, and finally an adapter instead of training every parameter.
+    offloading them, then sharding the parameters. Changes that affect what is learned come last: a
+    base in 4 bits below an adapter, then shorter rows, and finally an adapter instead of training
+    every parameter, at first on the base as it is.
     """
     while tuning.rows > 1:
         tuning = replace(tuning, rows=tuning.rows // 2, several_passes=True)
@@ -67,12 +71,16 @@ def remedies(tuning: Tuning) -> Iterator[Tuning]:
     if tuning.ranks > 1 and tuning.shard != "full":
         tuning = replace(tuning, shard="full")
         yield tuning
+    if tuning.lora is not None and tuning.base_bits != BITS:
+        tuning = replace(tuning, base_bits=BITS)
+        yield tuning
     while tuning.shape.sequence_len >= 2 * SHORTEST:
         half = tuning.shape.sequence_len // 2
         tuning = replace(tuning, shape=replace(tuning.shape, sequence_len=half))
         yield tuning
     if tuning.lora is None:
         yield replace(tuning, lora=LoraConfig())
+        yield replace(tuning, lora=LoraConfig(), base_bits=BITS)
 
 
 def nearest(

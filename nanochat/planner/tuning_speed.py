@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch
 
 from nanochat.models.lora import LoraConfig, adapts_experts, add_adapters
+from nanochat.models.nf4 import BITS
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
 from nanochat.planner.cards import Rates
@@ -23,6 +24,11 @@ from nanochat.schedule import MOST_STEP_ROWS
 
 ADAM_BYTES = 28  # that AdamW moves in a step, for each trained parameter
 ADAM_OPERATORS = 60
+# What dequantising a matrix from 4 bits moves for each weight, and the operators that it launches:
+# codes, their integers, the two weights of a pair, scaled weights. Read from models/nf4.py.
+NF4_BYTES = 13
+NF4_OPERATORS = 16
+MATRICES = 7  # of a layer
 FORWARD = 1 / 3  # the share of a pass that its forward pass moves and launches
 # What a pass moves and launches with fused kernels, by whether an adapter is trained and whether
 # layers are computed again. Counted on the emulated 910B3; dev/LOG.md has the command.
@@ -194,6 +200,10 @@ def step_of(tuning: Tuning, rows_of_step: int, rates: Rates, program: Program) -
         moved += traffic.matrix * (counts.matrices + counts.head)
     operators = program.layer_operators * shape.n_layer + program.pass_operators
     operators += expert_operators(tuning)
+    if tuning.base_bits == BITS:  # in the forward and in the backward pass
+        times = 3 if tuning.checkpoint_activations else 2
+        moved += times * NF4_BYTES * counts.matrices
+        operators += times * NF4_OPERATORS * MATRICES * shape.n_layer
 
     matmul = tokens * matmul_flops(tuning) / rates.matmul
     attention = tokens * attention_flops(tuning) / rates.attention

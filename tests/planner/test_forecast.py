@@ -54,6 +54,8 @@ def measured(tuning: Tuning, compute: Compute) -> Memory:
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 0.01)
+    for buffer in model.buffers():
+        buffer.zero_()
     optimizers = build_optimizers(model, compute)
 
     def step() -> None:
@@ -61,7 +63,7 @@ def measured(tuning: Tuning, compute: Compute) -> Memory:
         optimizers.zero_grad()
 
     step()
-    parameters = [local(parameter) for parameter in model.parameters()]
+    parameters = [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
     state = [local(here) for here, _, _ in optimizers.state().values()]
     held = sum(tensor.numel() * tensor.element_size() for tensor in (*parameters, *state))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -75,6 +77,7 @@ def measured(tuning: Tuning, compute: Compute) -> Memory:
     ("shape", "changes"),
     [
         pytest.param(QWEN3, {"lora": LoraConfig()}, id="adapter"),
+        pytest.param(QWEN35, {"lora": LoraConfig(), "base_bits": 4}, id="adapter on 4 bits"),
         pytest.param(QWEN35, {"lora": None, "several_passes": True}, id="full, two passes"),
         pytest.param(QWEN3, {"lora": None, "checkpoint_activations": True}, id="full, activations computed again"),
         pytest.param(

@@ -42,6 +42,17 @@ def test_what_changes_the_result_comes_last() -> None:
         "--device_batch_size=1 --max_length=512 --lora_rank=0 --offload_activations --shard=full",
         "--device_batch_size=1 --max_length=256 --lora_rank=0 --offload_activations --shard=full",
         "--device_batch_size=1 --max_length=256 --offload_activations --shard=full",
+        "--device_batch_size=1 --max_length=256 --base_bits=4 --offload_activations --shard=full",
+    ]
+
+
+def test_an_adapter_keeps_its_rows_and_gets_a_base_in_4_bits() -> None:
+    adapter = replace(FULL, lora=LoraConfig(), rows=1, ranks=1)
+    assert [flags_of(one) for one in remedies(adapter)][:4] == [
+        "--device_batch_size=1 --max_length=1024 --checkpoint_activations",
+        "--device_batch_size=1 --max_length=1024 --offload_activations",
+        "--device_batch_size=1 --max_length=1024 --base_bits=4 --offload_activations",
+        "--device_batch_size=1 --max_length=512 --base_bits=4 --offload_activations",
     ]
 
 

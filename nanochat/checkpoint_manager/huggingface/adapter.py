@@ -19,9 +19,9 @@ from nanochat.checkpoint_manager.huggingface.peft_settings import (
     read_settings,
 )
 from nanochat.checkpoint_manager.tensors import write_tensors
-from nanochat.common import UserError, tr, write_json
+from nanochat.common import UserError, log, tr, write_json
 from nanochat.device import Compute
-from nanochat.linear import Linear
+from nanochat.linear import Linear, matrix_shapes
 from nanochat.models.lora import (
     STACKS,
     Adapter,
@@ -31,6 +31,7 @@ from nanochat.models.lora import (
     matches,
     stack_of,
 )
+from nanochat.models.nf4 import BITS, nf4_matrices
 from nanochat.models.qwen.experts import Experts
 from nanochat.models.qwen.layers import Vocabulary
 from nanochat.models.qwen.model import Qwen
@@ -38,6 +39,8 @@ from nanochat.platforms.layers import accelerate
 from nanochat.runtime import parallel
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the tables
+BASE_BITS = "bits"  # what meta.json calls the bits of a base's matrices; earlier runs had 16
+BASE_BITS_FACT = "base_bits"  # the same in the metadata of an adapter's file, only if they are 4
 BASE_LAYER = ".base_layer."  # in the name of a parameter of the base that peft saved too
 # What peft does not do in an adapter that nanochat writes.
 OFF = {
@@ -58,14 +61,33 @@ OFF = {
 def facts(model: nn.Module) -> dict[str, str]:
     """Return the metadata for the safetensors file of an adapter. Every rank must call this.
 
-    The metadata gives the format of the file, and identifies the base by the SHA-256 of its norms.
+    The metadata gives the format of the file, identifies the base by the SHA-256 of its norms, and
+    says if the base was held in 4 bits.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             norm = parallel.full_tensor(parameter.detach()).float().cpu()
             digest.update(norm.numpy().tobytes())
-    return {"format": "pt", "base": digest.hexdigest()}
+    metadata = {"format": "pt", "base": digest.hexdigest()}
+    if nf4_matrices(model):
+        metadata[BASE_BITS_FACT] = str(BITS)
+    return metadata
+
+
+def tell_base_bits(bits: int, folder: Path) -> None:
+    """Log that the adapter in a folder runs on a base of another number format than in training.
+
+    `bits` are those that the base had in training; nothing is logged unless they are 4.
+    """
+    if bits == BITS:
+        log(
+            tr(
+                "the adapter in {folder} was trained on its base in 4 bits, and runs here on "
+                "the base as it was published",
+                folder=folder,
+            )
+        )
 
 
 def write_settings(
@@ -152,7 +174,8 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
             ),
             2,
         )
-    base_mark, tensors = _read_tensors(path)
+    metadata, tensors = _read_tensors(path)
+    base_mark = metadata.get("base")
     other_base = tr(
         "the adapter in {folder} belongs to another base, {base}", folder=folder, base=settings.base
     )
@@ -187,6 +210,8 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
                 ),
                 exit_code=2,
             )
+    if metadata.get(BASE_BITS_FACT) == str(BITS):
+        tell_base_bits(BITS, folder)
     configs = {
         module: settings.config_of(stack_of(module) or module)
         for module in _adapted_modules(tensors)
@@ -194,8 +219,9 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
     return Adapter(settings.config, tensors, configs, settings.modules_to_save)
 
 
-def _read_tensors(path: Path) -> tuple[str | None, dict[str, Tensor]]:
-    """Return the recorded hash of the base's norms (or None), and the tensors under our names."""
+def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return the metadata of an adapter's file, and the tensors under our names."""
+    metadata: dict[str, str] = {}
     tensors = {}
     refuse_pointer(path)
     try:
@@ -215,7 +241,7 @@ def _read_tensors(path: Path) -> tuple[str | None, dict[str, Tensor]]:
             ),
             2,
         ) from failure
-    return metadata.get("base"), tensors
+    return metadata, tensors
 
 
 def _adapted_modules(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -284,10 +310,9 @@ def _parameter_shapes(model: Qwen) -> dict[str, tuple[int, ...]]:
     The weights that are empty while a model is served count with the shapes of their matrices.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes |= matrix_shapes(model)
     for name, module in model.named_modules():
-        if isinstance(module, Linear):
-            shapes[f"{name}.weight"] = (module.out_features, module.in_features)
-        elif isinstance(module, Vocabulary):
+        if isinstance(module, Vocabulary):
             shapes[f"{name}.weight"] = module.shape
     shapes.setdefault(f"{HEAD}.weight", model.head.shape)
     return shapes

@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Any, cast
 
 from nanochat import device
+from nanochat.checkpoint_manager.huggingface.adapter import BASE_BITS
 from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.huggingface.folders import published_folder
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_weights, qwen_on_meta
 from nanochat.device import Compute
 from nanochat.models.lora import LoraConfig, add_adapters, first_values
+from nanochat.models.nf4 import BITS, hold_in_nf4, nf4_entries
 from nanochat.models.qwen.model import Qwen
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
-# A trained parameter takes 16 bytes, as much as eight frozen ones of 2 bytes.
+# A trained parameter takes 16 bytes, as much as eight frozen ones of 2 bytes, or 31 of 4.13 bits.
 FROZEN_PER_TRAINED = 8
+PACKED_PER_TRAINED = 31
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Base:
     identity: str  # differs if the weights differ
     about: dict[str, Any]  # what meta.json says about the base
     lora: LoraConfig | None
+    bits: int  # 4: the frozen matrices are in NF4; 16: they are in the compute dtype
     compute: Compute
     seed: int
 
@@ -39,12 +43,14 @@ class Base:
     def equivalent_parameters(self) -> int:
         """The number of trained parameters that would take as much memory as this model."""
         trained = sum(parameter.numel() for _, parameter in parallel.trained(self.model))
-        frozen = self.model.parameter_counts()["total"] - trained
-        return trained + frozen // FROZEN_PER_TRAINED
+        packed = nf4_entries(self.model)
+        frozen = self.model.parameter_counts()["total"] - trained - packed
+        return trained + frozen // FROZEN_PER_TRAINED + packed // PACKED_PER_TRAINED
 
     def with_rows_of(self, sequence_len: int) -> "Base":
         """Return this base with a new, unfilled model for rows of `sequence_len` tokens."""
-        return replace(self, model=_on_meta(self.folder, sequence_len, self.lora, self.compute))
+        model = _on_meta(self.folder, sequence_len, self.lora, self.bits, self.compute)
+        return replace(self, model=model)
 
     def fill(self) -> None:
         """Load the weights, and initialise the adapters, if any.
@@ -58,32 +64,46 @@ class Base:
 
 
 def open_base(
-    folder: Path, sequence_len: int | None, lora: LoraConfig | None, compute: Compute, seed: int
+    folder: Path,
+    sequence_len: int | None,
+    lora: LoraConfig | None,
+    compute: Compute,
+    seed: int,
+    bits: int = 16,
 ) -> Base:
     """Return the published model in a folder, ready to be sharded and filled.
 
     Rows have `sequence_len` tokens or, if that is None, fill the model's context. With `lora`, the
-    model gets adapters and is otherwise frozen, with its matrices in the compute dtype. Without it,
-    all parameters are trained in fp32. Raises UserError if files are missing, damaged, unsupported
+    model gets adapters and is otherwise frozen, with its matrices in the compute dtype or, if `bits`
+    is 4, in NF4. Without it, all parameters are trained in fp32. Raises UserError if files are missing, damaged, unsupported
     or do not fit each other, or if rows are longer than the context.
     """
     folder = published_folder(folder)
     config = read_config(folder)
     tokenizer = FolderTokenizer(folder, config.vocab_size)
-    model = _on_meta(folder, sequence_len, lora, compute)
+    model = _on_meta(folder, sequence_len, lora, bits, compute)
     about: dict[str, Any] = {"model": asdict(config)}
     mark = folder_mark(folder)
     if lora is not None:
-        about |= {"base": {"folder": str(folder), "mark": mark}, "lora": asdict(lora)}
+        base = {"folder": str(folder), "mark": mark, BASE_BITS: bits}
+        about |= {"base": base, "lora": asdict(lora)}
     identity = f"{folder.name} {mark}"
-    return Base(folder, model, cast(Tokenizer, tokenizer), identity, about, lora, compute, seed)
+    return Base(
+        folder, model, cast(Tokenizer, tokenizer), identity, about, lora, bits, compute, seed
+    )
 
 
 def _on_meta(
-    folder: Path, sequence_len: int | None, lora: LoraConfig | None, compute: Compute
+    folder: Path,
+    sequence_len: int | None,
+    lora: LoraConfig | None,
+    bits: int,
+    compute: Compute,
 ) -> Qwen:
     dtype = device.MASTER if lora is None else compute.dtype
     model = qwen_on_meta(folder, compute, dtype, sequence_len)
     if lora is not None:
         add_adapters(model, lora)
+        if bits == BITS:
+            hold_in_nf4(model, compute.dtype)
     return model

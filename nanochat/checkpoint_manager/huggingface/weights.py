@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import reprlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,6 +24,8 @@ from nanochat.checkpoint_manager.huggingface.quantised import (
 from nanochat.checkpoint_manager.parts.index import INDEX
 from nanochat.common import UserError, log, read_json, tr
 from nanochat.device import Compute, local
+from nanochat.linear import matrix_shapes
+from nanochat.models.nf4 import nf4_matrices
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms.base import dtype_name
 from nanochat.runtime import parallel
@@ -187,6 +190,7 @@ class Weights:
             for name, parameter in model.named_parameters()
             if ".lora_" not in name
         }
+        expected |= {name: list(shape) for name, shape in matrix_shapes(model).items()}
         shapes = {
             name: list(tensor_slice.get_shape()) for name, tensor_slice in self._slices.items()
         }
@@ -293,8 +297,9 @@ def load_weights(model: Qwen, folder: Path) -> None:
     """Load the weights in a published folder into a model, except for its adapters.
 
     The model may be sharded: each rank reads only the rows that it holds, one parameter at a time,
-    and casts them to the parameter's own number format. Raises UserError if files are missing,
-    damaged or do not fit the model, or if a parameter in fp16 is not finite after loading.
+    and casts them to the parameter's own number format. The 4-bit matrices of hold_in_nf4() are
+    quantised one at a time, and every rank holds all of them. Raises UserError if files are missing,
+    damaged or do not fit the model, or if a parameter in fp16 or 4 bits is not finite after loading.
     """
     with open_weights(folder, model) as weights:
         for part_of_model, count in weights.skipped.items():
@@ -314,6 +319,17 @@ def load_weights(model: Qwen, folder: Path) -> None:
                     dtype=dtype_name(model.dtype),
                 )
             )
+        for name, matrix in nf4_matrices(model).items():
+            matrix.fill(partial(weights.rows, name))
+            if not matrix.is_finite:
+                raise UserError(
+                    tr(
+                        "{name} in {folder} has values that are NaN or infinite. {copy}",
+                        name=name,
+                        folder=folder,
+                        copy=_copy_again(),
+                    )
+                )
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
                 continue

@@ -4,6 +4,7 @@ Its config says which options a family has: it began as the Qwen models, and the
 Qwen models with other options.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, Literal, cast
@@ -18,7 +19,7 @@ from nanochat.attention import PlainAttention
 from nanochat.cache import Cache
 from nanochat.context import Context, Rows
 from nanochat.gpt import RotaryCache, logits_or_loss, rotary_tables
-from nanochat.linear import Linear
+from nanochat.linear import matrix_shapes
 from nanochat.models.lora import LowRank, adapted
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.deltanet import CHUNK, add_states
@@ -226,9 +227,14 @@ class Qwen(nn.Module):
         x = self.hidden(idx, context)
         return logits_or_loss(self.head, x, targets, reduction, weights, context)
 
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each parameter, by name; a matrix counts while its weight is empty."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+        return shapes | matrix_shapes(self)
+
     def parameter_roles(self) -> dict[str, Role]:
         """Return the role of each parameter, by name; optim.py has settings for every role."""
-        return {name: _role(name, parameter) for name, parameter in self.named_parameters()}
+        return {name: _role(name, len(shape)) for name, shape in self._shapes().items()}
 
     def parameter_counts(self) -> dict[str, int]:
         """Return the number of parameters by role, with three sums: `total`, `active`, `scaling`.
@@ -237,9 +243,9 @@ class Qwen(nn.Module):
         counts the matrices and the head, as scaling laws do.
         """
         counts: dict[str, int] = {}
-        for name, parameter in self.named_parameters():
-            role = _role(name, parameter)
-            counts[role] = counts.get(role, 0) + parameter.numel()
+        for name, shape in self._shapes().items():
+            role = _role(name, len(shape))
+            counts[role] = counts.get(role, 0) + math.prod(shape)
         counts["total"] = sum(counts.values())
         counts["active"] = counts["total"] - sum(
             round(weight.numel() * (1 - share)) for weight, share in self._sparse_weights()
@@ -264,15 +270,19 @@ class Qwen(nn.Module):
         twice, writes it once, and does four multiplications with the tokens of its chunk.
         """
         c = self.config
-        weights = [module.weight for module in self.modules() if isinstance(module, Linear)]
-        weights += [module.weight for module in self.modules() if isinstance(module, Router)]
-        weights.append(self.head.weight)
-        for _, adapter in adapted(self):
+        weights = dict(self.named_parameters())
+        weights["head"] = self.head.weight
+        shapes = {**matrix_shapes(self), "head": self.head.shape}
+        for name, module in self.named_modules():
+            if isinstance(module, Router):
+                shapes[f"{name}.weight"] = tuple(module.weight.shape)
+        for name, adapter in adapted(self):
             if isinstance(adapter, LowRank):
-                weights += [adapter.first.weight, adapter.second.weight]
+                shapes[f"{name}.lora_A.weight"] = adapter.first.weight.shape
+                shapes[f"{name}.lora_B.weight"] = adapter.second.weight.shape
         matrices = 0
-        for weight in weights:
-            matrices += weight.numel() * (6 if weight.requires_grad else 4)
+        for name, shape in shapes.items():
+            matrices += math.prod(shape) * (6 if weights[name].requires_grad else 4)
         for weight, share in self._sparse_weights():
             matrices += round(share * weight.numel()) * (6 if weight.requires_grad else 4)
         attention = 12 * c.n_head * c.head_dim * sum(c.windows)
@@ -282,14 +292,14 @@ class Qwen(nn.Module):
         return matrices + attention + delta * c.deltanets
 
 
-def _role(name: str, parameter: Tensor) -> Role:
+def _role(name: str, dimensions: int) -> Role:
     if ".lora_" in name:
         return "adapter"
     if name.startswith("model.embed_tokens."):
         return "embedding"
     if name.startswith("lm_head."):
         return "head"
-    is_matrix = parameter.dim() == 2 or ".experts." in name  # the experts' matrices are stacked
+    is_matrix = dimensions == 2 or ".experts." in name  # the experts' matrices are stacked
     return "matrix" if is_matrix else "scalar"
 
 

@@ -1,0 +1,247 @@
+"""4-bit weights for the frozen base of an adapter: NF4 with double quantisation (QLoRA).
+
+A block of 64 weights is divided by its largest absolute value, and each quotient becomes the
+nearest of 16 levels, which are spaced for normally distributed weights (arXiv 2305.14314). The
+largest values are quantised too: minus their mean, in blocks of 256, to the nearest of 256 levels
+that are dense around zero (arXiv 2110.02861). A weight takes 4.13 bits. The levels and the rounding
+are those of bitsandbytes, so that both give the same codes.
+
+Everything is plain torch, which works the same on every device. A product dequantises some rows of
+the matrix at a time, and so does its backward pass: no dense copy of the matrix stays.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat.linear import Linear
+
+BITS = 4
+BLOCK = 64  # weights that share a scale
+SCALE_BLOCK = 256  # scales that share a scale of their own
+# Weights that are dequantised, or quantised, at a time: 64 MB in fp32.
+CHUNK = 1 << 24
+# The quantiles of a normal distribution that arXiv 2305.14314 lists in appendix E.
+LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+DECADES = 7  # of the levels for scales
+
+
+def scale_levels() -> Tensor:  # (256,) fp32, ascending
+    """Return the levels of 8-bit scales, relative to the largest of their block.
+
+    Each decade below 1 has twice as many levels as the one below it, at the centres of equal parts.
+    Every level occurs with both signs, except for the two that complete a byte: 0 and 1.
+    """
+    positive = []
+    for decade in range(DECADES):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float64)
+        positive.append((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade + 1 - DECADES))
+    half = torch.cat(positive)
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    return torch.cat((half, -half, ends)).sort().values.float()
+
+
+def nearest(x: Tensor, levels: Tensor) -> Tensor:  # (...), (L,) on the host -> (...) uint8
+    """Return the index of the level that is nearest to each x; a tie goes to the lower one.
+
+    `levels` are ascending, at most 256.
+    """
+    borders = ((levels[1:] + levels[:-1]) / 2).to(x.device)
+    return torch.bucketize(x, borders, out_int32=True).to(torch.uint8)
+
+
+class Tables(nn.Module):
+    """The tables that all 4-bit matrices of a model look up. They are empty until fill()."""
+
+    pairs: Tensor
+    scales: Tensor
+
+    def __init__(self, dtype: torch.dtype):
+        """Prepare tables for matrices that are dequantised to `dtype`, of 16 or 32 bits."""
+        super().__init__()
+        self.dtype = dtype
+        # A byte holds two codes. Their two weights are looked up together, as one integer.
+        whole = torch.int32 if dtype.itemsize == 2 else torch.int64
+        self.register_buffer("pairs", torch.empty(256, dtype=whole), persistent=False)
+        self.register_buffer("scales", torch.empty(256), persistent=False)
+
+    def fill(self) -> None:
+        """Set the values of the tables, on the device that they are on."""
+        levels = torch.tensor(LEVELS).to(self.dtype)
+        both = torch.stack((levels.repeat_interleave(16), levels.repeat(16)), dim=1)
+        self.pairs.copy_(both.view(self.pairs.dtype).flatten())
+        self.scales.copy_(scale_levels())
+
+
+class Nf4(nn.Module):
+    """A matrix in 4 bits, and the product with it: the `multiply` hook of a Linear.
+
+    The number of its inputs is a multiple of 64.
+    """
+
+    codes: Tensor
+    scale_codes: Tensor
+    scale_scales: Tensor
+    scale_mean: Tensor
+
+    def __init__(self, outputs: int, inputs: int, tables: Tables):
+        """Prepare a matrix on the current default device; fill() sets its values."""
+        super().__init__()
+        self.shape = (outputs, inputs)
+        self.tables = tables
+        blocks = -(-outputs * inputs // (BLOCK * SCALE_BLOCK))
+        buffers = {
+            "codes": torch.empty(outputs, inputs // 2, dtype=torch.uint8),
+            "scale_codes": torch.empty(blocks, SCALE_BLOCK, dtype=torch.uint8),
+            "scale_scales": torch.empty(blocks, 1),
+            "scale_mean": torch.empty(1),
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
+
+    @property
+    def rows_at_a_time(self) -> int:
+        """The number of rows that are dense at the same time."""
+        return max(CHUNK // self.shape[1], 1)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the values that fill() got were neither NaN nor infinite."""
+        return bool(self.scale_mean.isfinite())
+
+    @torch.no_grad()
+    def fill(self, rows: Callable[[int, int], Tensor]) -> None:
+        """Quantise a matrix, of which `rows(first, count)` returns some rows in any float format.
+
+        Only some rows are on the device in 32 bits at the same time.
+        """
+        self.tables.fill()
+        levels = torch.tensor(LEVELS)
+        outputs, inputs = self.shape
+        scales = torch.zeros(self.scale_codes.numel(), device=self.codes.device)
+        blocks_per_row = inputs // BLOCK
+        for first in range(0, outputs, self.rows_at_a_time):
+            count = min(self.rows_at_a_time, outputs - first)
+            dense = rows(first, count).to(self.codes.device).float().view(-1, BLOCK)
+            largest = dense.abs().amax(dim=1)
+            begin = first * blocks_per_row
+            scales[begin : begin + len(largest)] = largest
+            dense = dense * (1 / largest.clamp_min(torch.finfo(torch.float32).tiny))[:, None]
+            codes = nearest(dense, levels).view(count, inputs)
+            self.codes[first : first + count] = codes[:, ::2] * 16 + codes[:, 1::2]
+        self._fill_scales(scales, outputs * blocks_per_row)
+
+    def _fill_scales(self, scales: Tensor, count: int) -> None:
+        """Quantise the scales of all blocks, of which the last ones after `count` are padding."""
+        self.scale_mean.copy_(scales[:count].mean())
+        scales[:count] -= self.scale_mean
+        grouped = scales.view(self.scale_codes.shape)
+        largest = grouped.abs().amax(dim=1, keepdim=True)
+        self.scale_scales.copy_(largest)
+        relative = grouped / largest.clamp_min(torch.finfo(torch.float32).tiny)
+        self.scale_codes.copy_(nearest(relative, scale_levels()))
+
+    def scales(self) -> Tensor:  # (outputs, inputs / 64) in the format of the dense rows
+        """Return the scale of each block, dequantised."""
+        outputs, inputs = self.shape
+        blocks = inputs // BLOCK
+        flat_codes = self.scale_codes.flatten().int()
+        relative = self.tables.scales.index_select(0, flat_codes).view(self.scale_codes.shape)
+        scales = relative * self.scale_scales + self.scale_mean
+        return scales.flatten()[: outputs * blocks].view(outputs, blocks).to(self.tables.dtype)
+
+    def dense_rows(self, first: int, scales: Tensor) -> Tensor:  # (rows, inputs)
+        """Return some rows of the dequantised matrix, of which `first` is the first."""
+        codes = self.codes[first : first + self.rows_at_a_time]
+        row_scales = scales[first : first + self.rows_at_a_time]
+        pairs = self.tables.pairs.index_select(0, codes.flatten().int())
+        relative = pairs.view(self.tables.dtype).view(*row_scales.shape, BLOCK)
+        return (relative * row_scales[..., None]).view(-1, self.shape[1])
+
+    def dequantised(self) -> Tensor:  # (outputs, inputs)
+        """Return the whole matrix, in the format that the tables were prepared for."""
+        scales = self.scales()
+        starts = range(0, self.shape[0], self.rows_at_a_time)
+        return torch.cat([self.dense_rows(first, scales) for first in starts])
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Return the product of the matrix and x (..., inputs), as (..., outputs).
+
+        The signature is that of Linear.multiply; `weight` is ignored.
+        """
+        return _Product.apply(x, self)  # type: ignore[no-any-return]
+
+
+class _Product(torch.autograd.Function):
+    """The product with a matrix that is frozen, so that only the input gets a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Nf4) -> Tensor:  # (..., inputs) -> (..., outputs)
+        ctx.matrix = matrix
+        scales = matrix.scales()
+        starts = range(0, matrix.shape[0], matrix.rows_at_a_time)
+        products = [F.linear(x, matrix.dense_rows(first, scales).to(x.dtype)) for first in starts]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # (..., outputs) -> (..., inputs)
+        (grad,) = grads
+        matrix = ctx.matrix
+        scales = matrix.scales()
+        total: Tensor | None = None
+        for first in range(0, matrix.shape[0], matrix.rows_at_a_time):
+            dense = matrix.dense_rows(first, scales).to(grad.dtype)
+            part = grad[..., first : first + matrix.rows_at_a_time] @ dense
+            total = part if total is None else total.add_(part)
+        return total, None
+
+
+def hold_in_nf4(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace the matrices in a model's layers by empty 4-bit ones, which nf4_matrices() lists.
+
+    Matrices whose inputs are no multiple of 64 stay as they are, and so do tables. The products
+    are computed in `dtype`. On the meta device, nothing takes memory.
+    """
+    tables = None
+    for module in model.modules():
+        if isinstance(module, Linear) and not module.in_features % BLOCK:
+            with module.weight.device:
+                tables = tables or Tables(dtype)
+                module.multiply = Nf4(module.out_features, module.in_features, tables)
+            module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
+
+
+def nf4_entries(model: nn.Module) -> int:
+    """Return the number of a model's weights that are held in 4 bits."""
+    return sum(math.prod(matrix.shape) for matrix in nf4_matrices(model).values())
+
+
+def nf4_matrices(model: nn.Module) -> dict[str, Nf4]:
+    """Return the 4-bit matrices of a model, by the names of the weights that they replace."""
+    matrices = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and isinstance(module.multiply, Nf4):
+            matrices[f"{name}.weight"] = module.multiply
+    return matrices

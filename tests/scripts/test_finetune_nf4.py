@@ -1,0 +1,78 @@
+"""Fine-tuning an adapter on a base in 4 bits: it learns, resumes, says what it was trained on, and is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanochat.checkpoint_manager.huggingface.adapter import read_adapter
+from nanochat.checkpoint_manager.huggingface.weights import load_qwen
+from nanochat.checkpoint_manager.load import load_model
+from nanochat.checkpoint_manager.locate import checkpoint_dir
+from nanochat.common import UserError
+from nanochat.device import Compute
+from nanochat.runtime.tracking import read_metrics
+from scripts import finetune
+from tests.scripts.test_finetune import base as base  # a fixture: the folder of all runs
+from tests.scripts.test_finetune import config, losses
+from tests.scripts.test_finetune import models as models  # a fixture: published models and conversations
+from tests.support.rank_pool import Pool
+from tests.support.tiny_model import on_cpu
+
+FLAGS: dict[str, Any] = {"base_bits": 4, "learning_rate": 1e-2, "num_iterations": 12}
+ON_THE_PUBLISHED_BASE = "trained on its base in 4 bits"
+
+
+def adapter_file(step: int) -> Path:
+    return checkpoint_dir("tune", "made") / f"step_{step:06d}" / "adapter_model.safetensors"
+
+
+def test_an_adapter_learns_on_4_bits_and_a_stopped_run_ends_with_the_same_bits(
+    models: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finetune.train(config(models, **FLAGS, eval_every=12), on_cpu())
+    assert losses()[-1] < losses()[0] - 0.1
+    straight = adapter_file(12).read_bytes()
+    figures = [line["general_perplexity"] for line in read_metrics(checkpoint_dir("tune", "made")) if "val_bpb" in line]
+    shutil.rmtree(base)
+    finetune.train(config(models, **FLAGS, eval_every=12, stop_at=5), on_cpu())
+    with pytest.raises(UserError, match="--base_bits: 4 before, 16 now"):
+        finetune.train(config(models, **{**FLAGS, "base_bits": 16}, eval_every=12), on_cpu())
+    torch.manual_seed(99)
+    finetune.train(config(models, **FLAGS, eval_every=12), on_cpu())
+    assert adapter_file(12).read_bytes() == straight and len(figures) == 2
+
+    meta = json.loads((adapter_file(12).parent / "meta.json").read_text())
+    assert meta["base"]["bits"] == 4
+    capsys.readouterr()
+    load_model("tune", "made", None, on_cpu())
+    assert capsys.readouterr().out.count(ON_THE_PUBLISHED_BASE) == 1
+    read_adapter(load_qwen(models / "qwen3", on_cpu()), adapter_file(12).parent)
+    assert capsys.readouterr().out.count(ON_THE_PUBLISHED_BASE) == 1
+    with pytest.raises(UserError, match="another base"):
+        read_adapter(load_qwen(models / "llama3", on_cpu()), adapter_file(12).parent)
+
+
+def test_4_bits_below_no_adapter_are_refused(models: Path) -> None:
+    with pytest.raises(UserError, match=r"--base_bits=4.*--lora_rank=0"):
+        config(models, base_bits=4, lora_rank=0)
+
+
+def a_run(compute: Compute, models: Path, flags: dict[str, Any]) -> None:
+    finetune.train(config(models, **flags), compute)
+
+
+@pytest.mark.ranks
+def test_two_ranks_learn_on_4_bits_what_one_learns(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool
+) -> None:
+    flags = {"base_bits": 4, "family": "qwen3.5", "checkpoint_activations": True}
+    finetune.train(config(models, **flags), on_cpu())
+    alone = losses()
+    for mode in ("grad", "full"):
+        monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / mode))
+        pool.run(2, a_run, models, {**flags, "shard": mode})
+        assert losses() == pytest.approx(alone, abs=1e-4), mode
