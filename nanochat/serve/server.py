@@ -4,9 +4,6 @@ import asyncio
 import contextlib
 import functools
 import ipaddress
-import json
-import math
-import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,6 +19,7 @@ from nanochat.common import UserError, own_language
 from nanochat.generate.reply import Event
 from nanochat.serve.connections import Caps, neighbour
 from nanochat.serve.engine_thread import HasSize, Ticket
+from nanochat.serve.formats.values import MOST_DEPTH, NotFinite, TooDeep, parsed
 from nanochat.serve.models import Hosted, Loadable, Models
 from nanochat.serve.routes import tokens
 from nanochat.serve.routes.answers import QUEUE_FULL, Answer, Work, Writer, while_connected
@@ -39,13 +37,6 @@ LARGE_BYTES = 8 << 20  # largest body of a chat from this machine or with the ke
 LARGE_WAITING = 2
 # Values and keys of one body together. An object with one value takes up to 240 bytes.
 MOST_VALUES = 1 << 18
-# The escape sequence of a surrogate pair or of half of one in JSON text. No other sequence matches,
-# since each match takes memory.
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-ESCAPE = re.compile(
-    r"(?<!\\)(?P<before>(?:\\\\)*)\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-    r"|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2}))"
-)
 
 
 @dataclass(frozen=True)
@@ -394,24 +385,27 @@ def decode_json(body: bytes) -> Any:
     """Return the JSON value of a body, with U+FFFD in place of each unpaired surrogate.
 
     UTF-8, in which answers are sent, cannot encode such a surrogate. Raises ApiError (400) if the
-    body is not valid JSON in UTF-8, if it contains NaN, Infinity or a float such as 1e999, or if it
-    has too many values.
+    body is not valid JSON in UTF-8, if it contains NaN, Infinity or a float such as 1e999, if it has
+    too many values, or if they are nested too deep.
     """
     if len(body) > BODY_BYTES:
         _check_values(body)
     try:
-        text = body.decode("utf-8-sig")
-        if SURROGATE.search(text):
-            # Some routes send texts of the request back, which would fail for half a pair.
-            text = ESCAPE.sub(_without_half, text)
-        return json.loads(text, parse_constant=_finite, parse_float=_finite)
-    except (ValueError, RecursionError):
+        return parsed(body.decode("utf-8-sig"))
+    except NotFinite as number:
+        text = (
+            f"the body must be JSON, whose numbers are finite, got {str(number)[:80]}: send a "
+            "number below 1.8e308, or null"
+        )
+        raise ApiError(400, "invalid_json", text) from None
+    except TooDeep:
+        text = (
+            f"objects and lists may be nested {MOST_DEPTH} deep at most: send what lies deeper as "
+            "a text"
+        )
+        raise ApiError(400, "invalid_json", text) from None
+    except ValueError:
         raise ApiError(400, "invalid_json", "the body is not valid JSON in UTF-8") from None
-
-
-def _without_half(escape: re.Match[str]) -> str:
-    """Return a matched escape sequence, or that of U+FFFD for an unpaired surrogate."""
-    return rf"{escape['before']}\ufffd" if escape["half"] else escape[0]
 
 
 def _check_values(body: bytes) -> None:
@@ -428,18 +422,3 @@ def _check_values(body: bytes) -> None:
     if values > MOST_VALUES:
         text = f"a body may have at most {MOST_VALUES:,} values: send fewer, or longer texts"
         raise ApiError(400, "too_many_values", text)
-
-
-def _finite(number: str) -> float:
-    """Return a JSON number as a float.
-
-    Raises ApiError (400) for NaN, Infinity and numbers too large for a float.
-    """
-    value = float(number)
-    if not math.isfinite(value):
-        text = (
-            f"the body must be JSON, whose numbers are finite, got {number[:80]}: send a number "
-            "below 1.8e308, or null"
-        )
-        raise ApiError(400, "invalid_json", text)
-    return value

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from nanochat.generate.sampling import Sampling
-from nanochat.serve.formats.json_calls import CLOSE, OPEN
+from nanochat.serve.formats.marked_calls import CLOSE, OPEN
 from nanochat.serve.formats.xml_calls import END, FUNCTION, PARAMETER
-from nanochat.serve.routes.fields import invalid
+from nanochat.serve.routes.fields import invalid, kind
 from nanochat.serve.routes.reply import Form
 from nanochat.serve.routes.tools import Tools
 
@@ -87,13 +87,16 @@ def _xml_rules(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
 
     Of texts, their values and lengths are held to the schema; other values are held to all of it.
     """
-    properties = schema.get("properties")
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict):
+        text = f"the properties of {name} must be an object, got {kind(properties)}"
+        raise invalid(text, "tools")
     required = schema.get("required")
     required = required if isinstance(required, list) else []
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     symbols = []
     rules = []
-    for number, (key, value) in enumerate((properties or {}).items()):
+    for number, (key, value) in enumerate(properties.items()):
         if not KEY.fullmatch(key):
             text = f"the parameter {key[:80]!r} of {name} cannot be written: rename it"
             raise invalid(text, "tools")
@@ -121,12 +124,18 @@ def _value_rules(rule: str, head: str, schema: dict[str, Any]) -> list[str]:
         ]
     text = TEXT
     least, most = schema.get("minLength"), schema.get("maxLength")
-    if isinstance(least, int) or isinstance(most, int):
-        text = rf"/(.|\n){{{least or 0},{most if isinstance(most, int) else ''}}}/"
+    if _is_length(least) or _is_length(most):
+        text = (
+            rf"/(.|\n){{{least if _is_length(least) else 0},{most if _is_length(most) else ''}}}/"
+        )
     return [
         f"{rule}: {_quoted(head)} {rule}_text",
         f"{rule}_text[suffix={_quoted(end)}]: {text}",
     ]
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _json(schema: Mapping[str, Any], spacing: Mapping[str, Any]) -> str:

@@ -30,6 +30,7 @@ REPLIES = {
     "time": ["Let me see. ", CALL, CALL],
     "sum": ["37 × 48 = ", Part("python", "37*48"), Part("python_output", "1776"), "1776"],
     "broken": [CALL[:40]],
+    "odd": ['<tool_call>{"name": "clock", "arguments": {"zone": "UTC", "day": NaN}</tool_call>'],
 }
 
 
@@ -110,6 +111,11 @@ def test_words_calls_and_calculations_become_blocks(scripted: httpx.Client) -> N
         ids = {block.pop("id", "") for block in answer["content"]}
         assert answer["content"] == blocks and len(ids) == (3 if question == "time" else 1)
         assert answer["stop_reason"] == ("tool_use" if question == "time" else "end_turn")
+
+
+def test_arguments_that_are_no_json_are_handed_on_under_a_key(scripted: httpx.Client) -> None:
+    answer = scripted.post(MESSAGES, json=asked("odd", tools=[CLOCK])).json()
+    assert answer["content"][0]["input"] == {"INVALID_JSON": '{"zone": "UTC", "day": NaN}'}
 
 
 def test_a_reply_with_one_call_ends_after_it_if_the_client_says_so(scripted: httpx.Client) -> None:
@@ -247,6 +253,8 @@ def block(kind: str, **fields: Any) -> list[dict[str, Any]]:
         ({"system": 5}, "system"), ({"system": [{"type": "image"}]}, "system[0]"), ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"), ({"temperature": 3}, "temperature"), ({"stop_sequences": [5]}, "stop_sequences"),
         ({"thinking": {"type": "deep"}}, "thinking.type"), ({"thinking": "on"}, "thinking"),
+        ({"thinking": {"type": ["enabled"]}}, "thinking.type"), ({"tool_choice": {"type": ["any"]}}, "tool_choice.type"),
+        ({"thinking": {"display": "omitted"}}, "thinking.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "budget_tokens"),
         ({"tools": {}}, "tools"), ({"tools": [5]}, "tools[0]"), ({"tools": [{"name": "a b"}]}, "tools[0].name"),
         ({"tools": [{"type": ["x"]}]}, "tools[0]"),

@@ -49,9 +49,19 @@ def test_body_that_is_announced_too_large_is_not_read_at_all() -> None:
 
 def test_json_that_is_none_is_refused() -> None:
     assert decode_json(b'{"a": [1]}') == {"a": [1]}
-    for body in (b"", b"[" * 100_000, b"\xff", b"1" * 5000):
+    for body in (b"", b"\xff", b"1" * 5000):
         with pytest.raises(ApiError, match="not valid JSON"):
             decode_json(body)
+
+
+def test_values_that_are_nested_too_deep_are_refused() -> None:
+    """Templates walk them by recursion: 800 lists made the server fail."""
+    deepest, texts = b"[" * 100 + b"]" * 100, b'["' + b"[{" * 900 + b'"]'
+    assert len(decode_json(deepest)) == len(decode_json(texts)) == 1
+    for deep in (b"[" * 100_000, b"[" + deepest + b"]", b'{"a":' * 800 + b"1" + b"}" * 800):
+        with pytest.raises(ApiError, match="100 deep") as caught:
+            decode_json(deep)
+        assert caught.value.status == 400
 
 
 @pytest.mark.parametrize("piece", [b'{"":0},', b"[],", b'"",', b"0,"])

@@ -7,6 +7,7 @@ import pytest
 
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.data.conversation import Conversation, Message, assistant, system, user
+from nanochat.serve.formats.values import NO_JSON
 from nanochat.serve.routes.fields import ApiError, Limits
 from nanochat.serve.routes.fitted import fitted, read_options, written
 from nanochat.serve.routes.messages import as_request, make_prompt, read_conversation
@@ -235,6 +236,29 @@ def test_exchanges_with_calls_are_dropped_as_a_whole(tmp_path: Path) -> None:
     assert dropped % 4 == 0 and 0 < dropped < 36
     assert tokenizer.decode(prompt).startswith("[tools]a [user]Rain?[assistant]<tool_call>")
     assert len(make_prompt(chat, 1, True, tokenizer, 150)[0]) < 150
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ("", {}), (" \n", {}), ("{ }", {}), ("{}", {}), ('{"a": "\\ud800"}', {"a": "\ufffd"}),
+        ("[1]", "[1]"), ('{"a": NaN}', '{"a": NaN}'), ("[" * 900, "[" * 900),
+    ],
+)  # fmt: skip
+def test_arguments_of_earlier_calls_are_an_object_where_the_template_needs_one(
+    arguments: str, read: Any, tmp_path: Path
+) -> None:
+    call = called("1")
+    call["tool_calls"][0]["function"]["arguments"] = arguments
+    sent = read_conversation([QUESTION, call, result("rain", "1")])
+    assert sent.messages[1].fields["tool_calls"][0]["function"]["arguments"] == read
+    each = "{% for key, value in c.function.arguments | items %}{{ key }}={{ value }}{% endfor %}"
+    tokenizer = folder(tmp_path, CODER.replace("{{ c.function.arguments | tojson }}", each))
+    prompt, _ = make_prompt(fitted(sent, described("x"), {}, tokenizer), 1, False, tokenizer, 4096)
+    written_out = "".join(
+        f"{key}={value}" for key, value in (read if isinstance(read, dict) else {NO_JSON: read}).items()
+    )
+    assert f"<function=a> {written_out}</tool_call>" in tokenizer.decode(prompt)
 
 
 @pytest.mark.parametrize(
