@@ -14,7 +14,7 @@ from nanochat.data.conversation import Conversation, Message, Part, merge_texts,
 from nanochat.serve.formats import json_calls
 from nanochat.serve.formats.values import NO_JSON
 from nanochat.serve.routes.fields import Limits, invalid, mapping, upper_bound
-from nanochat.serve.routes.messages import with_instructions
+from nanochat.serve.routes.messages import with_instructions, without_thought
 from nanochat.serve.routes.tools import Tools
 from nanochat.tokenizer import Tokenizer
 
@@ -51,15 +51,10 @@ def fitted(
         variables["tools"] = list(tools.definitions)
     messages = conversation.messages
     if tokenizer.thought_marks is None:
-        messages = tuple(map(_without_thought, messages))
+        messages = tuple(map(without_thought, messages))
     if tokenizer.call_format == "xml":
         messages = tuple(map(_with_object_arguments, messages))
     return replace(conversation, messages=messages, options=variables)
-
-
-def _without_thought(message: Message) -> Message:
-    fields = {key: value for key, value in message.fields.items() if key != "reasoning_content"}
-    return replace(message, fields=fields)
 
 
 def _with_object_arguments(message: Message) -> Message:

@@ -8,7 +8,7 @@ handled here.
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,12 +46,9 @@ class Tools:
         lines = [json.dumps(tool, ensure_ascii=False) for tool in self.definitions]
         return INSTRUCTIONS.format(tools="\n".join(lines), open=OPEN, close=CLOSE)
 
-    @property
-    def schema(self) -> str | None:
-        """The JSON schema (as text) of a call that a reply must have; None if it need not."""
-        if not self.forced:
-            return None
-        argument_schemas = _standalone({name: self.parameters[name] for name in self.forced})
+    def call_schema(self, names: Sequence[str]) -> str:
+        """Return the JSON schema (as text) of a call of one of these functions."""
+        argument_schemas = _standalone({name: self.parameters[name] for name in names})
         calls = [
             {
                 "type": "object",

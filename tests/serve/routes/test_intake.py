@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from nanochat.data.conversation import Conversation, Message, assistant, system, user
+from nanochat.data.conversation import Conversation, Message, Part, assistant, system, user
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.routes.messages import SLICE, PromptTooLong, make_prompt
 from nanochat.serve.server import BODY_BYTES, LARGE_BYTES, decode_json, read_body
@@ -83,6 +83,33 @@ def test_large_chat_is_refused_without_encoding_all_of_it() -> None:
     with pytest.raises(PromptTooLong):
         make_prompt(Conversation((user("x" * (8 << 20)),)), None, True, tokenizer, 5000)  # type: ignore[arg-type]
     assert sum(encoded) <= 2 * SLICE
+
+
+def thinking(text: str, thought: str = "") -> Message:
+    fields = {"reasoning_content": thought} if thought else {}
+    return Message("assistant", (Part("text", text),), fields=fields)
+
+
+def test_a_large_chat_is_cut_to_its_newest_exchanges() -> None:
+    tokenizer, encoded = ByteTokenizer(), []
+    plain = tokenizer.encode
+    tokenizer.encode = lambda text: encoded.append(len(text)) or plain(text)  # type: ignore[method-assign]
+    turns = (user("be brief"), *(turn for _ in range(9) for turn in (assistant("y" * (1 << 16)), user("z" * 100))))
+    prompt, dropped = make_prompt(Conversation((system("s"), *turns)), 50, True, tokenizer, 5000)  # type: ignore[arg-type]
+    assert dropped == 18 and tokenizer.decode(prompt).count("z") == 100
+    assert sum(encoded) < 1 << 18
+    with pytest.raises(PromptTooLong):
+        make_prompt(Conversation(turns), 50, False, tokenizer, 5000)  # type: ignore[arg-type]
+
+
+def test_old_thoughts_that_the_template_drops_make_no_chat_large() -> None:
+    """ByteTokenizer writes no thoughts at all, as templates do before the last question."""
+    turns = [turn for _ in range(9) for turn in (user("x"), thinking("y", "hm" * (1 << 16)))]
+    prompt, dropped = make_prompt(Conversation((*turns, user("z"))), None, False, ByteTokenizer(), 500)  # type: ignore[arg-type]
+    assert len(prompt) < 100 and dropped == 0
+    with pytest.raises(PromptTooLong):  # a thought after the last question is written
+        late = (user("x"), thinking("", "hm" * (1 << 18)), Message("tool", (Part("text", "z"),)))
+        make_prompt(Conversation(late), None, False, ByteTokenizer(), 500)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])

@@ -15,6 +15,7 @@ from nanochat.serve.routes.anthropic.blocks import Messages
 from nanochat.serve.routes.anthropic.writer import MessageWriter
 from nanochat.serve.routes.chat import ChatRequest, read_chat
 from nanochat.serve.routes.fields import (
+    LARGEST_SEED,
     ApiError,
     Defaults,
     Limits,
@@ -104,6 +105,7 @@ def read_messages(value: Any, limits: Limits, defaults: Defaults) -> MessagesReq
     fields = read_fields(value, FIELDS, NEUTRAL)
     if "max_tokens" not in fields:
         raise missing("max_tokens", "the largest number of tokens of the reply")
+    integer(fields, "max_tokens", 1, LARGEST_SEED)  # unlike the chat route, here -1 is no number
     body = {name: fields[name] for name in SAME if name in fields}
     if "stop_sequences" in fields:
         body["stop"] = fields["stop_sequences"]
