@@ -1,9 +1,7 @@
 """Answers the routes: checks request bodies one at a time, and submits requests to the engines."""
 
 import asyncio
-import contextlib
 import functools
-import ipaddress
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,7 +15,7 @@ from fastapi.responses import JSONResponse
 
 from nanochat.common import UserError, own_language
 from nanochat.generate.reply import Event
-from nanochat.serve.connections import Caps, neighbour
+from nanochat.serve.connections import Caps, comes_from_here, owner_of
 from nanochat.serve.engine_thread import HasSize, Ticket
 from nanochat.serve.formats.values import MOST_DEPTH, NotFinite, TooDeep, parsed
 from nanochat.serve.models import Hosted, Loadable, Models
@@ -32,7 +30,7 @@ from nanochat.tokenizer import Tokenizer
 T = TypeVar("T")
 Route = Callable[[Request], Awaitable[Response]]
 BODY_BYTES = 256 * 1024  # largest body of a request
-LARGE_BYTES = 8 << 20  # largest body of a chat from this machine or with the key
+LARGE_BYTES = 8 << 20  # largest body of a chat from this machine, or with the key
 # Larger bodies than BODY_BYTES that may wait to be checked. Each may take 8 MB.
 LARGE_WAITING = 2
 # Values and keys of one body together. An object with one value takes up to 240 bytes.
@@ -158,7 +156,7 @@ class ChatServer:
                 model = self.models.of_body(value)
                 return work(value, model.tokenizer, model.limits)
 
-            answering = self._in_turn(_owner(request), body, answer_body)
+            answering = self._in_turn(owner_of(request), body, answer_body)
             content = await while_connected(request.receive, answering)
             if content is None:
                 return Response()  # the client has left
@@ -174,7 +172,7 @@ class ChatServer:
 
         async def answer(request: Request) -> Response:
             start = time.monotonic()
-            owner = _owner(request)
+            owner = owner_of(request)
             body = await read_body(request, self._most_bytes(request, large))
             preparation = self._prepare(body, reader, owner)
             prepared = await while_connected(request.receive, preparation)
@@ -206,7 +204,7 @@ class ChatServer:
 
     def _shelf(self, request: Request) -> Shelf:
         """Return the Shelf that holds the stored responses of a request's key."""
-        return self.responses.of(request.headers.get("authorization", ""), _owner(request))
+        return self.responses.of(request.headers.get("authorization", ""), owner_of(request))
 
     # --- preparation -----------------------------------------------------------------------------
 
@@ -215,7 +213,7 @@ class ChatServer:
 
         With a key, no request gets here without it.
         """
-        is_trusted = bool(self.settings.api_key) or _is_local(request)
+        is_trusted = bool(self.settings.api_key) or comes_from_here(request)
         return LARGE_BYTES if large and is_trusted else BODY_BYTES
 
     def _queue_for(self, body: bytes) -> tuple[Turns, ThreadPoolExecutor]:
@@ -305,19 +303,6 @@ class ChatServer:
         """Stop preparing bodies."""
         for executor in (self.preparing, self.preparing_large, self.schemas):
             executor.shutdown(wait=False, cancel_futures=True)
-
-
-def _owner(request: Request) -> str:
-    """Return the address that a request counts for."""
-    return neighbour(request.client.host if request.client else "")
-
-
-def _is_local(request: Request) -> bool:
-    """Return whether a request comes from this machine."""
-    host = request.client.host if request.client else ""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
 
 
 def _queue_full() -> ApiError:
