@@ -100,6 +100,7 @@ class Config(ModelFlags):
 # For a model that is loaded here, if the flags are auto.
 TOP_K = 50
 MAX_TOKENS = 512
+SWITCHES = ("/think", "/no_think")  # words of a question that switch thoughts of Qwen3 on and off
 SMOKE = "smoke"  # the tag of the model of `speedrun.sh --preset smoke`; the web page knows it too
 
 
@@ -365,6 +366,11 @@ def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
 # --- commands ------------------------------------------------------------------------------------
 
 
+def is_command(line: str) -> bool:
+    """Return whether a line is a command, and no words for the model, as its switches are."""
+    return line.startswith("/") and line.split()[0] not in SWITCHES
+
+
 def command(chat: Chat, line: str) -> bool:
     """Carry out a command, which is a line that begins with /.
 
@@ -455,7 +461,7 @@ def converse(chat: Chat) -> None:
                 chat.note("bye")
                 continue
             try:
-                if line.startswith("/"):
+                if is_command(line):
                     if not command(chat, line):
                         return
                 elif line.strip():

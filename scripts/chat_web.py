@@ -12,6 +12,7 @@ python -m scripts.chat_web --runs=start              # fine-tuning started at /r
 
 import errno
 import os
+import secrets
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -44,12 +45,13 @@ from nanochat.serve.chosen import (
     plan_caches,
 )
 from nanochat.serve.cli.terminal import harmless
-from nanochat.serve.connections import Caps
+from nanochat.serve.connections import Caps, is_loopback
 from nanochat.serve.listening import App, serve
 from nanochat.serve.models import Announced, Loadable
 from nanochat.serve.server import Settings
 
 KEY_VARIABLE = "NANOCHAT_API_KEY"
+ONCE = "once-"  # how a key begins that was made for one start of the server
 # The names by which Docker and Podman let programs in containers reach the machine itself.
 CONTAINER_HOSTS = ("host.docker.internal", "host.containers.internal", "gateway.docker.internal")
 # A model with fewer updates, over all stages, has not learned its corpus. The model of the preset
@@ -113,8 +115,8 @@ class Config(ModelFlags):
     runs: bool | Literal["start"] = False
     """Show the training runs at /runs: curves and samples, updated while a training writes them.
     If no model is trained yet, the server shows only the runs.
-    --runs=start lets the page start fine-tuning, and stop and resume runs,
-    for readers with the key, or on this machine."""
+    --runs=start lets the page start fine-tuning, and stop and resume runs, for readers with the key.
+    Without --api_key, it makes a key for this start and prints an address with it."""
     runs_only: bool = False
     """Show the training runs and load no model. Use it on the machine that trains,
     which needs its memory for that."""
@@ -181,7 +183,7 @@ def check_starts(cfg: Config) -> None:
     """Raise UserError (exit code 2) if --runs=start cannot be used here, or would let others in."""
     if cfg.runs != "start":
         return
-    if not is_local(cfg.host) and not key_of(cfg):
+    if not is_loopback(cfg.host) and not key_of(cfg):
         raise UserError(
             tr(
                 "--runs=start on --host {host} would let everyone who can reach this machine start "
@@ -213,7 +215,7 @@ def check_origins(cfg: Config) -> None:
                 ),
                 exit_code=2,
             )
-        if not key_of(cfg) and not is_local(site.hostname or ""):
+        if not key_of(cfg) and not is_loopback(site.hostname or ""):
             raise UserError(
                 tr(
                     "--allow_origin {origin} would let pages of another machine use the "
@@ -264,6 +266,16 @@ def only_runs(cfg: Config) -> bool:
 def key_of(cfg: Config) -> str:
     """Return the key that clients must send, or "" if they need none."""
     return cfg.api_key or os.environ.get(KEY_VARIABLE, "")
+
+
+def with_key(cfg: Config) -> Config:
+    """Return the flags, with a key for this start if --runs=start has none.
+
+    Without it, every user of this machine could start programs as the one who serves.
+    """
+    if cfg.runs != "start" or key_of(cfg):
+        return cfg
+    return replace(cfg, api_key=ONCE + secrets.token_urlsafe(24))
 
 
 # --- the address ---------------------------------------------------------------------------------
@@ -335,11 +347,6 @@ def _free_ports(family: int, address: tuple) -> Iterator[int]:
                 yield listener.getsockname()[1]
         except OSError:
             continue
-
-
-def is_local(host: str) -> bool:
-    """Return whether `host` is localhost or a loopback address, which only this machine reaches."""
-    return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def addresses(listener: socket.socket, host: str) -> list[str]:
@@ -649,7 +656,7 @@ def serve_until_stopped(
     listener: socket.socket,
 ) -> None:
     """Log where the server can be reached, warn if it is open to all, and serve until Ctrl-C."""
-    if not is_local(cfg.host) and not key_of(cfg):
+    if not is_loopback(cfg.host) and not key_of(cfg):
         action = tr("use the model") if app.threads else tr("see the training runs")
         warn(
             tr(
@@ -660,13 +667,16 @@ def serve_until_stopped(
                 action=action,
             )
         )
+    # The page reads a key of this start from its address, and no server sees that part of it.
+    place = f"#key={cfg.api_key}" if cfg.api_key.startswith(ONCE) else ""
     for address in addresses(listener, cfg.host):
         if cfg.headless:
             log(tr("API 地址 / the API is at: {address}/v1", address=address))
         elif app.threads:
-            log(tr("在浏览器中打开 / open in a browser: {address}", address=address))
+            page = f"{address}/{place}" if place else address
+            log(tr("在浏览器中打开 / open in a browser: {address}", address=page))
         if cfg.runs or cfg.runs_only:
-            log(tr("查看训练 / watch training at: {address}/runs", address=address))
+            log(tr("查看训练 / watch training at: {address}", address=f"{address}/runs{place}"))
     log(tr("按 Ctrl-C 停止 / Ctrl-C stops"))
     serve(app, listener)
     log(tr("已停止 / stopped"))
@@ -675,6 +685,7 @@ def serve_until_stopped(
 def main(cfg: Config) -> None:
     """Check the flags, open the port, and serve."""
     check(cfg)
+    cfg = with_key(cfg)
     with listen(cfg.host, cfg.port) as listener:
         if only_runs(cfg):
             return show_runs(cfg, listener)

@@ -97,9 +97,8 @@ def create_app(models: Sequence[Loadable], settings: Settings) -> App:
     files = assets()
     runs = None
     if settings.runs is not None:
-        runs = Runs(
-            settings.runs, settings.page, Starter(settings.runs) if settings.starts else None
-        )
+        starter = Starter(settings.runs) if settings.starts else None
+        runs = Runs(settings.runs, settings.page, starter, bool(settings.api_key))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -116,7 +115,7 @@ def create_app(models: Sequence[Loadable], settings: Settings) -> App:
         _add_pages(app, {"/": files["index.html"]}, files)
     if runs is not None:
         _add_pages(app, {"/runs": files["runs/index.html"]}, files)
-        _add_runs(app, runs, settings.api_key)
+        _add_runs(app, runs)
     _add_api(app, server)
     _answer_head(app)
     guarded: ASGIApp = Guard(app, settings.hosts, settings.api_key)
@@ -153,11 +152,11 @@ def _add_api(app: FastAPI, server: ChatServer) -> None:
     app.add_api_route("/v1/responses/{number}", server.remove_response, methods=["DELETE"])
 
 
-def _add_runs(app: FastAPI, runs: Runs, api_key: str) -> None:
+def _add_runs(app: FastAPI, runs: Runs) -> None:
     """Add the routes of the page of runs, and if it has a starter those that start and stop runs."""
     runs.add_to(app)
     if runs.starter is not None:
-        Control(runs, runs.starter, bool(api_key)).add_to(app)
+        Control(runs, runs.starter).add_to(app)
 
 
 def create_runs_app(
@@ -170,7 +169,7 @@ def create_runs_app(
 
     If `starts` is true, the page also starts, resumes and stops runs.
     """
-    runs = Runs(base, False, Starter(base) if starts else None)
+    runs = Runs(base, False, Starter(base) if starts else None, bool(api_key))
     files = assets()
 
     @contextlib.asynccontextmanager
@@ -183,7 +182,7 @@ def create_runs_app(
 
     app = _application(lifespan)
     _add_pages(app, dict.fromkeys(("/", "/runs"), files["runs/index.html"]), files)
-    _add_runs(app, runs, api_key)
+    _add_runs(app, runs)
     app.add_api_route("/health", health)
     _answer_head(app)
     return App(Guard(app, hosts, api_key), [], Caps())

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import h11
+from fastapi import Request
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
@@ -30,13 +31,25 @@ HEADER_BYTES = 16 * 1024  # a browser with many cookies sends a few kilobytes
 # Chunks or packets that one body may have, and how many bytes allow one more: packets hold 1,460.
 BODY_PIECES = 1024
 PIECE_BYTES = 512
-# How much of a refused body a client may still send, so that it gets to read the answer.
-SWALLOWED_BYTES = 1 << 20
+# How much of a refused body a client may still send, in Caps.leave seconds, so that it gets to read
+# the answer: many clients read only after they have sent the whole body, of up to 8 MB.
+SWALLOWED_BYTES = 9 << 20
 # The kernel's buffer for each direction, which by default grows to some megabytes if a client does
 # not read.
 SOCKET_BYTES = 64 * 1024
 WARNING_SECONDS = 60  # least time between two log lines with the same message
 PROBE_SECONDS = 0.5  # how often a client that has stopped sending is checked for having left
+
+# Headers that only a proxy adds. A plain proxy of nginx adds none, but speaks HTTP/1.0.
+FORWARDED = (
+    "cf-connecting-ip",
+    "forwarded",
+    "via",
+    "x-forwarded-for",
+    "x-forwarded-host",
+    "x-forwarded-proto",
+    "x-real-ip",
+)
 
 # What the server waits for: a request, the rest of its headers, the rest of its body, for the
 # client to read what was sent, or for it to receive the last answer before the connection closes.
@@ -51,7 +64,7 @@ class Caps:
     headers: float = 10  # headers fit into a few packets
     body: float = 30  # 256 kB at 70 kbit/s
     read: float = 30  # a phone that changes cells is back by then
-    leave: float = 2
+    leave: float = 10  # 8 MB at 7 Mbit/s
     connections: int = 1024
     per_address: int = 512  # a proxy in front of this server is one address
     # Of all incomplete requests together: two of the largest bodies.
@@ -89,6 +102,40 @@ def neighbour(host: str) -> str:
     if address.ipv4_mapped:
         return str(address.ipv4_mapped)
     return str(ipaddress.ip_network((address, 64), strict=False))
+
+
+def owner_of(request: Request) -> str:
+    """Return the address that a request counts for."""
+    return neighbour(request.client.host if request.client else "")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is localhost or a loopback address, which only this machine reaches."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(neighbour(host)).is_loopback  # of a mapped address, the IPv4
+    return host in ("localhost", "::1")
+
+
+def host_name(host: str) -> str:
+    """Return the name or the address in a Host header, without its port."""
+    name, _, port = host.rpartition(":")
+    if not port.isdigit():
+        name = host
+    return name.removeprefix("[").removesuffix("]").lower()
+
+
+def comes_from_here(request: Request) -> bool:
+    """Return whether a request comes from this machine, to a local name, and through no proxy.
+
+    A proxy on this machine passes on what others send. One that says nothing of itself is known by
+    HTTP/1.0, or by the name of the server that its clients ask for.
+    """
+    if request.scope.get("http_version") == "1.0":
+        return False
+    if any(name in request.headers for name in FORWARDED):
+        return False
+    client = request.client.host if request.client else ""
+    return is_loopback(client) and is_loopback(host_name(request.headers.get("host", "")))
 
 
 class Connections:

@@ -19,7 +19,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanochat.common import own_language, tr, warn
 from nanochat.generate.reply import Event
-from nanochat.serve.connections import SOCKET_BYTES, Caps, Connection, Connections
+from nanochat.serve.connections import (
+    SOCKET_BYTES,
+    Caps,
+    Connection,
+    Connections,
+    host_name,
+)
 from nanochat.serve.engine_thread import EngineThread
 from nanochat.serve.routes.answers import error
 from nanochat.serve.routes.fields import ApiError
@@ -42,14 +48,6 @@ HEADERS = {
 }
 
 # --- who may ask ---------------------------------------------------------------------------------
-
-
-def host_name(host: str) -> str:
-    """Return the name or the address in a Host header, without its port."""
-    name, _, port = host.rpartition(":")
-    if not port.isdigit():
-        name = host
-    return name.removeprefix("[").removesuffix("]").lower()
 
 
 def host_allowed(host: str, names: tuple[str, ...]) -> bool:

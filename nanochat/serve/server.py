@@ -1,12 +1,7 @@
 """Answers the routes: checks request bodies one at a time, and submits requests to the engines."""
 
 import asyncio
-import contextlib
 import functools
-import ipaddress
-import json
-import math
-import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,8 +16,9 @@ from fastapi.responses import JSONResponse
 import nanochat
 from nanochat.common import UserError, own_language
 from nanochat.generate.reply import Event
-from nanochat.serve.connections import Caps, neighbour
+from nanochat.serve.connections import Caps, comes_from_here, owner_of
 from nanochat.serve.engine_thread import HasSize, Ticket
+from nanochat.serve.formats.values import MOST_DEPTH, NotFinite, TooDeep, parsed
 from nanochat.serve.models import Hosted, Loadable, Models
 from nanochat.serve.routes import tokens
 from nanochat.serve.routes.answers import QUEUE_FULL, Answer, Work, Writer, while_connected
@@ -35,18 +31,11 @@ from nanochat.tokenizer import Tokenizer
 T = TypeVar("T")
 Route = Callable[[Request], Awaitable[Response]]
 BODY_BYTES = 256 * 1024  # largest body of a request
-LARGE_BYTES = 8 << 20  # largest body of a chat from this machine or with the key
+LARGE_BYTES = 8 << 20  # largest body of a chat from this machine, or with the key
 # Larger bodies than BODY_BYTES that may wait to be checked. Each may take 8 MB.
 LARGE_WAITING = 2
 # Values and keys of one body together. An object with one value takes up to 240 bytes.
 MOST_VALUES = 1 << 18
-# The escape sequence of a surrogate pair or of half of one in JSON text. No other sequence matches,
-# since each match takes memory.
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-ESCAPE = re.compile(
-    r"(?<!\\)(?P<before>(?:\\\\)*)\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-    r"|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2}))"
-)
 
 
 @dataclass(frozen=True)
@@ -169,7 +158,7 @@ class ChatServer:
                 model = self.models.of_body(value)
                 return work(value, model.tokenizer, model.limits)
 
-            answering = self._in_turn(_owner(request), body, answer_body)
+            answering = self._in_turn(owner_of(request), body, answer_body)
             content = await while_connected(request.receive, answering)
             if content is None:
                 return Response()  # the client has left
@@ -185,7 +174,7 @@ class ChatServer:
 
         async def answer(request: Request) -> Response:
             start = time.monotonic()
-            owner = _owner(request)
+            owner = owner_of(request)
             body = await read_body(request, self._most_bytes(request, large))
             preparation = self._prepare(body, reader, owner)
             prepared = await while_connected(request.receive, preparation)
@@ -217,7 +206,7 @@ class ChatServer:
 
     def _shelf(self, request: Request) -> Shelf:
         """Return the Shelf that holds the stored responses of a request's key."""
-        return self.responses.of(request.headers.get("authorization", ""), _owner(request))
+        return self.responses.of(request.headers.get("authorization", ""), owner_of(request))
 
     # --- preparation -----------------------------------------------------------------------------
 
@@ -226,7 +215,7 @@ class ChatServer:
 
         With a key, no request gets here without it.
         """
-        is_trusted = bool(self.settings.api_key) or _is_local(request)
+        is_trusted = bool(self.settings.api_key) or comes_from_here(request)
         return LARGE_BYTES if large and is_trusted else BODY_BYTES
 
     def _queue_for(self, body: bytes) -> tuple[Turns, ThreadPoolExecutor]:
@@ -318,19 +307,6 @@ class ChatServer:
             executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _owner(request: Request) -> str:
-    """Return the address that a request counts for."""
-    return neighbour(request.client.host if request.client else "")
-
-
-def _is_local(request: Request) -> bool:
-    """Return whether a request comes from this machine."""
-    host = request.client.host if request.client else ""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
-
-
 def _queue_full() -> ApiError:
     return ApiError(429, "queue_full", QUEUE_FULL, retry_after=2)
 
@@ -396,24 +372,27 @@ def decode_json(body: bytes) -> Any:
     """Return the JSON value of a body, with U+FFFD in place of each unpaired surrogate.
 
     UTF-8, in which answers are sent, cannot encode such a surrogate. Raises ApiError (400) if the
-    body is not valid JSON in UTF-8, if it contains NaN, Infinity or a float such as 1e999, or if it
-    has too many values.
+    body is not valid JSON in UTF-8, if it contains NaN, Infinity or a float such as 1e999, if it has
+    too many values, or if they are nested too deep.
     """
     if len(body) > BODY_BYTES:
         _check_values(body)
     try:
-        text = body.decode("utf-8-sig")
-        if SURROGATE.search(text):
-            # Some routes send texts of the request back, which would fail for half a pair.
-            text = ESCAPE.sub(_without_half, text)
-        return json.loads(text, parse_constant=_finite, parse_float=_finite)
-    except (ValueError, RecursionError):
+        return parsed(body.decode("utf-8-sig"))
+    except NotFinite as number:
+        text = (
+            f"the body must be JSON, whose numbers are finite, got {str(number)[:80]}: send a "
+            "number below 1.8e308, or null"
+        )
+        raise ApiError(400, "invalid_json", text) from None
+    except TooDeep:
+        text = (
+            f"objects and lists may be nested {MOST_DEPTH} deep at most: send what lies deeper as "
+            "a text"
+        )
+        raise ApiError(400, "invalid_json", text) from None
+    except ValueError:
         raise ApiError(400, "invalid_json", "the body is not valid JSON in UTF-8") from None
-
-
-def _without_half(escape: re.Match[str]) -> str:
-    """Return a matched escape sequence, or that of U+FFFD for an unpaired surrogate."""
-    return rf"{escape['before']}\ufffd" if escape["half"] else escape[0]
 
 
 def _check_values(body: bytes) -> None:
@@ -430,18 +409,3 @@ def _check_values(body: bytes) -> None:
     if values > MOST_VALUES:
         text = f"a body may have at most {MOST_VALUES:,} values: send fewer, or longer texts"
         raise ApiError(400, "too_many_values", text)
-
-
-def _finite(number: str) -> float:
-    """Return a JSON number as a float.
-
-    Raises ApiError (400) for NaN, Infinity and numbers too large for a float.
-    """
-    value = float(number)
-    if not math.isfinite(value):
-        text = (
-            f"the body must be JSON, whose numbers are finite, got {number[:80]}: send a number "
-            "below 1.8e308, or null"
-        )
-        raise ApiError(400, "invalid_json", text)
-    return value

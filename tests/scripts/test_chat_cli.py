@@ -253,6 +253,12 @@ def test_the_switch_of_a_template_is_set_and_a_template_without_one_refuses(flag
 # --- commands ------------------------------------------------------------------------------------
 
 
+def test_switches_of_the_model_are_words_and_no_commands():
+    for words in ("/no_think why?", "/think", "why /temp", " /temp 1", ""):
+        assert not chat_cli.is_command(words)
+    assert all(map(chat_cli.is_command, ("/temp 1", "/", "/ think", "/no_thinking", "/dance")))
+
+
 def test_commands_change_the_settings_and_say_so(monkeypatch):
     chat, _, notes = open_chat(monkeypatch)
     for line in ("/temp 0.9", "/topk 7", "/max 33"):

@@ -27,7 +27,7 @@ from nanochat.generate.sampling import Sampling
 from nanochat.models.lora import LoraConfig, adapted, add_adapters, init_adapters
 from nanochat.serve.app import create_app
 from nanochat.serve.chosen import Chosen
-from nanochat.serve.connections import Caps
+from nanochat.serve.connections import Caps, is_loopback
 from nanochat.serve.models import Loadable
 from nanochat.serve.server import Settings
 from scripts.chat_web import (
@@ -36,12 +36,12 @@ from scripts.chat_web import (
     addresses,
     chat_web,
     check,
-    is_local,
     listen,
     models_of,
     only_runs,
     serve_until_stopped,
     settings_of,
+    with_key,
 )
 from tests.emulated_npu.worker import on_npu
 from tests.support.fake_engine import CHAT, SETTINGS, ByteTokenizer, FakeEngine, ask, running, serving
@@ -82,8 +82,8 @@ def test_addresses_are_ones_a_browser_takes():
 
 
 def test_other_machines_get_in_only_when_asked_for_and_without_a_key_a_warning_says_so(monkeypatch, capsys):
-    assert all(map(is_local, (Config().host, "127.0.0.1", "localhost", "::1")))
-    assert not any(map(is_local, ("0.0.0.0", "::", "10.0.0.1")))
+    assert all(map(is_loopback, (Config().host, "127.0.0.1", "127.9.9.9", "localhost", "::1", "::ffff:127.0.0.1")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "127.evil.example", "::ffff:10.0.0.1", "")))
     monkeypatch.delenv("NANOCHAT_API_KEY", raising=False)
     monkeypatch.setattr("scripts.chat_web.serve", lambda app, listener: None)
     app = create_app([Loadable(FakeEngine(), ByteTokenizer(), SETTINGS)], SETTINGS)  # type: ignore[arg-type]
@@ -213,6 +213,28 @@ def test_runs_are_started_only_by_this_machine_or_with_a_key():
     check(Config(runs=start, host="0.0.0.0", api_key="secret"))
     check(Config(runs=start))
     assert settings(runs=start).starts and not settings(runs=True).starts
+
+
+def test_a_start_without_a_key_gets_one_that_the_address_tells(monkeypatch, capsys):
+    """Every user of a shared machine reaches its loopback address."""
+    start: Any = "start"
+    monkeypatch.delenv("NANOCHAT_API_KEY", raising=False)
+    monkeypatch.setattr("scripts.chat_web.serve", lambda app, listener: None)
+    first, second = (with_key(Config(runs=start)) for _ in range(2))
+    assert first.api_key != second.api_key and len(first.api_key) > 32
+    check(first)
+    for cfg in (Config(), Config(runs=True), Config(runs=start, api_key="secret")):
+        assert with_key(cfg) == cfg
+    monkeypatch.setenv("NANOCHAT_API_KEY", "secret")
+    assert with_key(Config(runs=start)).api_key == ""
+    app = create_app([Loadable(FakeEngine(), ByteTokenizer(), SETTINGS)], SETTINGS)  # type: ignore[arg-type]
+    for cfg in (first, Config(runs=start, api_key="secret")):
+        with listen(cfg.host, 0) as listener:
+            serve_until_stopped(cfg, app, listener)
+        out = capsys.readouterr()
+        said = out.out + out.err
+        assert (f"/runs#key={first.api_key}" in said, f"/#key={first.api_key}" in said) == (cfg is first,) * 2
+        assert "secret" not in said
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,13 @@ def test_an_ipv6_customer_counts_as_one_address(host: str, address: str) -> None
     assert neighbour(host) == address
 
 
+def test_a_client_that_reads_only_after_its_whole_body_is_told_why_it_was_refused() -> None:
+    sent = head(content_length=8 << 20, x_forwarded_for="192.0.2.1") + b"x" * (8 << 20)
+    with running(FakeEngine()) as url, connect(url) as client:
+        client.sendall(sent)
+        assert until_closed(client).startswith(b"HTTP/1.1 413")
+
+
 def test_a_warning_is_repeated_only_after_a_while(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

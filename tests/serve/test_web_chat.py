@@ -244,6 +244,16 @@ def test_lines_of_chinese_break_between_words_only(browser):
 # --- a key ---------------------------------------------------------------------------------------
 
 
+def test_a_key_in_the_address_opens_the_page_and_leaves_the_address(browser):
+    settings = replace(SETTINGS, api_key="once-1_a-B")
+    with running(FakeEngine(REPLIES), settings=settings) as url, browser.new_page(locale="en") as page:
+        page.on("dialog", lambda dialog: pytest.fail(dialog.message))
+        page.goto(f"{url}/#key=once-1_a-B")
+        ask(page, "hello")
+        expect(answers(page)).to_have_text("你好，世界！🌍")
+        assert page.url == f"{url}/"
+
+
 def test_the_page_asks_for_the_servers_key_until_it_is_right_and_keeps_it_for_the_tab(browser):
     typed = ["密钥", "two words", "wrong"]  # no header can carry the first two
     asked: list[str] = []

@@ -29,7 +29,8 @@ LOST = ["Failed to load resource"]  # while there is no server
 def server(port: int) -> Iterator[subprocess.Popen[bytes]]:
     """The server of a real command line, which is killed at the end, as by kill -9."""
     words = ["-m", "scripts.chat_web", "--runs_only", "--runs=start", f"--port={port}", "--device_type=cpu"]
-    with subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+    environment = {**os.environ, "NANOCHAT_API_KEY": "secret"}
+    with subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
 
         def answers() -> bool:
             with contextlib.suppress(httpx.HTTPError):
@@ -66,7 +67,8 @@ def test_a_run_outlives_its_page_and_its_server(browser: Browser, tmp_path: Path
     port = socket.create_server(("127.0.0.1", 0)).getsockname()[1]
     url = f"http://127.0.0.1:{port}/runs"
 
-    with server(port), visit(browser, url, ready="#new-run") as page:
+    page_url = f"{url}#key=secret"  # as a server without a key of its own prints it
+    with server(port), visit(browser, page_url, ready="#new-run") as page:
         page.get_by_role("button", name="Fine-tune a model").click()
         fill(
             page,
@@ -90,10 +92,11 @@ def test_a_run_outlives_its_page_and_its_server(browser: Browser, tmp_path: Path
     started = record.read(tuned)
     assert started is not None and started.alive  # although its page and its server are gone
 
-    with server(port), visit(browser, url, ready=".started", problems=LOST) as page:
+    with server(port), visit(browser, page_url, ready=".started", problems=LOST) as page:
         card = page.locator(".started")
         expect(card.locator(".state")).to_have_text("running")
-        refused = httpx.post(f"{url}/start", json={"values": started.values}, timeout=60)
+        key = {"x-api-key": "secret"}
+        refused = httpx.post(f"{url}/start", json={"values": started.values}, headers=key, timeout=60)
         assert refused.json()["error"]["code"] == "already_running"
         card.get_by_role("button", name="Stop").click()
         expect(card.locator(".state")).to_have_text("stopped")

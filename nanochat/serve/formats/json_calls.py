@@ -6,23 +6,15 @@ A call is passed on argument by argument. What is no call of one of the function
 import json
 import re
 from collections.abc import Collection
-from typing import Any
 
-from nanochat.serve.formats.pieces import (
-    Arguments,
-    Call,
-    Piece,
-    Words,
-    add_piece,
-    open_beginning,
-)
+from nanochat.serve.formats.marked_calls import CLOSE, OPEN, MarkedCalls
+from nanochat.serve.formats.pieces import Arguments, Call, Piece, add_piece, open_beginning
+from nanochat.serve.formats.values import decoded, properties_text
 
-OPEN = "<tool_call>"
-CLOSE = "</tool_call>"
 _HEAD = re.compile(
     r'<tool_call>\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{'
 )
-_TAIL = re.compile(r"\s*\}\s*</tool_call>")
+_TAIL = re.compile(r"\s*\}(\s*</tool_call>)?")
 _STRUCTURE = re.compile(r'["\\{}\[\],]')
 
 
@@ -31,41 +23,19 @@ def written(name: str, arguments: str) -> str:
     return f'{OPEN}{{"name": {json.dumps(name)}, "arguments": {arguments}}}{CLOSE}'
 
 
-class JsonCalls:
+class JsonCalls(MarkedCalls):
     """Turns the text of a reply into words and calls; see Parser."""
+
+    marks = (OPEN,)
 
     def __init__(self, names: Collection[str]):
         """Begin a reply, in which the functions with these names may be called."""
+        super().__init__()
         self._names = names
-        self._rest = ""
-        self._state = self._outside
         self._name = ""
-        self._arguments = -1  # arguments of the open call that have been passed on; -1: no call
+        self._arguments = 0  # arguments of the open call that have been passed on
         self._property = 0  # where the property that is being read begins
         self._reset_scan(0)
-
-    def push(self, text: str, last: bool = False) -> list[Piece]:
-        """Add text, and return the pieces that it completes; `last` ends the reply."""
-        self._rest += text
-        pieces: list[Piece] = []
-        while self._state(pieces, last):
-            pass
-        return pieces
-
-    # Each state moves text from _rest to `pieces`, and returns whether another state goes on.
-
-    def _outside(self, pieces: list[Piece], last: bool) -> bool:
-        start = self._rest.find(OPEN)
-        if start < 0:
-            start = len(self._rest)
-            if not last:
-                start -= open_beginning(self._rest, (OPEN,))
-            self._state = self._outside
-        else:
-            self._state = self._head
-        add_piece(pieces, Words(self._rest[:start]))
-        self._rest = self._rest[start:]
-        return self._state == self._head
 
     def _head(self, pieces: list[Piece], last: bool) -> bool:
         """Read up to the arguments. A call in another order is read once it is whole."""
@@ -83,7 +53,7 @@ class JsonCalls:
         content, mark, after = self._rest[len(OPEN) :].partition(CLOSE)
         if not mark and not last and (not beginning or beginning[0] == "{"):
             return False
-        call = decoded(content)
+        call = decoded(content) or {}
         name = call.get("name")
         arguments = call.get("arguments")
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
@@ -91,13 +61,6 @@ class JsonCalls:
         add_piece(pieces, Call(name))
         add_piece(pieces, Arguments(json.dumps(arguments, ensure_ascii=False)))
         self._rest = after
-        self._state = self._outside
-        return True
-
-    def _no_call(self, pieces: list[Piece]) -> bool:
-        """Pass the opening mark on as text."""
-        add_piece(pieces, Words(OPEN))
-        self._rest = self._rest[len(OPEN) :]
         self._state = self._outside
         return True
 
@@ -110,7 +73,7 @@ class JsonCalls:
         closes = end >= 0 and self._rest[end] == "}"
         values = decoded(f"{{{text}}}")
         is_blank = closes and not text.strip()
-        if len(values) != 1 and not is_blank:
+        if values is None or (len(values) != 1 and not is_blank):
             if self._arguments == 0 and end >= 0:
                 return self._no_call(pieces)
             self._start(pieces)
@@ -119,10 +82,9 @@ class JsonCalls:
             self._state = self._broken
             return True
         self._start(pieces)
-        for key, value in values.items():
+        if values:
             add_piece(pieces, Arguments(", " if self._arguments else "{"))
-            argument = json.dumps({key: value}, ensure_ascii=False)[1:-1]
-            add_piece(pieces, Arguments(argument))
+            add_piece(pieces, Arguments(properties_text(values)))
             self._arguments += 1
         self._rest = self._rest[end + 1 :]
         self._property = 0
@@ -151,10 +113,11 @@ class JsonCalls:
     def _tail(self, pieces: list[Piece], last: bool) -> bool:
         """Read past the end of a call; a missing mark is no fault."""
         match = _TAIL.match(self._rest)
-        if not match and not last and f"}}{CLOSE}".startswith("".join(self._rest.split())):
+        is_closed = match is not None and match[1] is not None
+        may_close = f"}}{CLOSE}".startswith("".join(self._rest.split()))
+        if may_close and not is_closed and not last:
             return False
-        end = match.end() if match else len(self._rest) - len(_without_brace(self._rest))
-        self._rest = self._rest[end:]
+        self._rest = self._rest[match.end() :] if match else self._rest
         self._state = self._outside
         return True
 
@@ -187,17 +150,3 @@ class JsonCalls:
                 self._depth -= 1
         self._scanned = len(self._rest)
         return -1
-
-
-def _without_brace(text: str) -> str:
-    """Return a text without a brace at its beginning."""
-    return text.lstrip().removeprefix("}") if text.lstrip().startswith("}") else text
-
-
-def decoded(text: str) -> dict[str, Any]:
-    """Return the JSON object in a text, or an empty one; line breaks in strings are no fault."""
-    try:
-        value = json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

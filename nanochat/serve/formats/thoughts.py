@@ -31,6 +31,15 @@ def thought_state(prompt: list[int], tokenizer: Tokenizer) -> tuple[Marks | None
     return marks, ending.endswith(marks.open), ending.endswith(marks.close)
 
 
+def closing(prompt: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that close the thought that a prompt has opened; none if it has not.
+
+    They come before the beginning of a reply, which belongs to the answer and not to the thought.
+    """
+    marks, opened, _ = thought_state(prompt, tokenizer)
+    return tokenizer.encode(f"\n{marks.close}\n\n") if marks and opened else []
+
+
 class Thoughts:
     """Turns the text of a reply into thoughts and words; see Parser.
 

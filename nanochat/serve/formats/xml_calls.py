@@ -4,21 +4,13 @@
 on argument by argument, as JSON. What is no call of one of the functions stays text.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from nanochat.serve.formats.json_calls import CLOSE, OPEN
-from nanochat.serve.formats.pieces import (
-    Arguments,
-    Call,
-    Piece,
-    Words,
-    add_piece,
-    first_mark,
-    open_beginning,
-)
+from nanochat.serve.formats.marked_calls import CLOSE, OPEN, MarkedCalls
+from nanochat.serve.formats.pieces import Arguments, Call, Piece, add_piece, first_mark
+from nanochat.serve.formats.values import properties_text, typed
 
 FUNCTION = "<function="
 PARAMETER = "<parameter="
@@ -30,47 +22,18 @@ _TAIL = re.compile(r"\s*</tool_call>")
 _ENDS = ("</parameter>", f"\n{PARAMETER}", END)
 
 
-def written(name: str, arguments: str) -> str:
-    """Return a call as text; `arguments` is JSON."""
-    values = json.loads(arguments)
-    lines = [f"{OPEN}\n{FUNCTION}{name}>"]
-    for key, value in values.items():
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        lines.append(f"{PARAMETER}{key}>\n{text}\n</parameter>")
-    return "\n".join([*lines, f"{END}\n{CLOSE}"])
-
-
-class XmlCalls:
+class XmlCalls(MarkedCalls):
     """Turns the text of a reply into words and calls; see Parser."""
+
+    marks = (OPEN, FUNCTION)
 
     def __init__(self, parameters: Mapping[str, Any]):
         """Begin a reply; `parameters` are the schemas of the functions that it may call."""
+        super().__init__()
         self._parameters = parameters
-        self._rest = ""
-        self._state = self._outside
         self._name = ""
         self._arguments = 0  # arguments of the open call that have been passed on
         self._head_length = 0  # characters before the first argument, until the call has begun
-
-    def push(self, text: str, last: bool = False) -> list[Piece]:
-        """Add text, and return the pieces that it completes; `last` ends the reply."""
-        self._rest += text
-        pieces: list[Piece] = []
-        while self._state(pieces, last):
-            pass
-        return pieces
-
-    # Each state moves text from _rest to `pieces`, and returns whether another state goes on.
-
-    def _outside(self, pieces: list[Piece], last: bool) -> bool:
-        match = first_mark(self._rest, (OPEN, FUNCTION))
-        start = match[0] if match else len(self._rest)
-        if not match and not last:
-            start -= open_beginning(self._rest, (OPEN, FUNCTION))
-        add_piece(pieces, Words(self._rest[:start]))
-        self._rest = self._rest[start:]
-        self._state = self._head if match else self._outside
-        return match is not None
 
     def _head(self, pieces: list[Piece], last: bool) -> bool:
         match = _HEAD.match(self._rest)
@@ -87,11 +50,7 @@ class XmlCalls:
         )
         if is_open and not match and not last:
             return False
-        mark = OPEN if self._rest.startswith(OPEN) else FUNCTION
-        add_piece(pieces, Words(mark))
-        self._rest = self._rest[len(mark) :]
-        self._state = self._outside
-        return True
+        return self._no_call(pieces)
 
     def _argument(self, pieces: list[Piece], last: bool) -> bool:
         """Read the next argument, or the end of the call."""
@@ -122,9 +81,7 @@ class XmlCalls:
         if is_open:
             return self._wait(pieces, last)
         if self._head_length:  # nothing has been passed on
-            mark = OPEN if self._rest.startswith(OPEN) else FUNCTION
-            add_piece(pieces, Words(mark))
-            self._rest = self._rest[len(mark) :]
+            return self._no_call(pieces)
         self._state = self._outside
         return True
 
@@ -148,7 +105,7 @@ class XmlCalls:
         schema = properties.get(key) if isinstance(properties, dict) else None
         value = typed(text, schema if isinstance(schema, dict) else {})
         add_piece(pieces, Arguments(", " if self._arguments else "{"))
-        add_piece(pieces, Arguments(json.dumps({key: value}, ensure_ascii=False)[1:-1]))
+        add_piece(pieces, Arguments(properties_text({key: value})))
         self._arguments += 1
 
     def _tail(self, pieces: list[Piece], last: bool) -> bool:
@@ -159,42 +116,3 @@ class XmlCalls:
         self._rest = self._rest[match.end() :] if match else self._rest
         self._state = self._outside
         return True
-
-
-def typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return the value of an argument, by the types that its schema allows; the default is text."""
-    types = _types(schema)
-    if types <= {"string"}:
-        return text
-    try:
-        value = json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
-    if "string" in types and value is not None:
-        return text
-    return value
-
-
-def _types(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema and its alternatives name; "value" stands for any.
-
-    Schemas come from clients, and need not be valid.
-    """
-    alternatives = [*_listed(schema.get("anyOf")), *_listed(schema.get("oneOf"))]
-    types: set[str] = set()
-    for alternative in (schema, *alternatives):
-        if not isinstance(alternative, Mapping):
-            continue
-        named = alternative.get("type")
-        types |= {named} if isinstance(named, str) else set(map(str, _listed(named)))
-        values = _listed(alternative.get("enum"))
-        if "const" in alternative:
-            values = [alternative["const"]]
-        is_text = all(isinstance(value, str) for value in values)
-        if "$ref" in alternative or "allOf" in alternative or not (named or is_text):
-            types.add("value")
-    return types
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

@@ -15,6 +15,7 @@ from nanochat.serve.formats.pieces import (
     Thought,
     add_piece,
 )
+from nanochat.serve.formats.thoughts import closing
 from nanochat.serve.routes.answers import (
     DONE,
     Choice,
@@ -97,18 +98,17 @@ class ChatRequest:
         reply_start: list[int] = []
         if self.continued:
             chat, reply_start = without_beginning(chat, tokenizer)
-        prompt, dropped = make_prompt(
-            chat,
-            settings.max_tokens,
-            self.truncate,
-            tokenizer,
-            limits.context,
-            begun=len(reply_start),
-        )
+
+        def fitting() -> tuple[list[int], int]:
+            room = (settings.max_tokens, self.truncate, tokenizer, limits.context)
+            return make_prompt(chat, *room, begun=len(reply_start))
+
+        prompt, dropped = fitting()
         form = form_of(prompt, self.tools, tokenizer)
-        if form.opened and reply_start:  # the answer is continued, not the thought
-            reply_start = [*form.closing(tokenizer), *reply_start]
         if reply_start:
+            if form.opened:  # the answer is continued, not the thought
+                reply_start = [*closing(prompt, tokenizer), *reply_start]
+                prompt, dropped = fitting()
             form = replace(form, opened=False, closed=True)
         prompt = [*prompt, *reply_start]
         requests = settings.requests(prompt, limits.context)

@@ -5,14 +5,14 @@ The text is llguidance's dialect of Lark, or a JSON schema if nothing else is as
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from nanochat.generate.sampling import Sampling
-from nanochat.serve.formats.json_calls import CLOSE, OPEN
+from nanochat.serve.formats.marked_calls import CLOSE, OPEN
 from nanochat.serve.formats.xml_calls import END, FUNCTION, PARAMETER
-from nanochat.serve.routes.fields import invalid
+from nanochat.serve.routes.fields import invalid, kind
 from nanochat.serve.routes.reply import Form
 from nanochat.serve.routes.tools import Tools
 
@@ -39,19 +39,27 @@ def constrained(
 
 
 def _grammar(form: Form, schema: str | None, max_thought: int | None) -> str | None:
-    """Return the grammar of a reply, or None if any text will do."""
-    is_free = schema is None and not form.tools.forced
+    """Return the grammar of a reply, or None if any text will do.
+
+    A reply that must be a call needs no other form. Otherwise a schema is one of the text, in whose
+    place the reply may have calls.
+    """
+    tools = form.tools
     marks = form.marks
-    if marks is None and not form.tools.forced:
+    names = tools.forced or (() if schema is None else tuple(tools.parameters))
+    if marks is None and not names:
         return schema
-    if is_free and (max_thought is None or form.closed):
+    if schema is None and not names and (max_thought is None or form.closed):
         return None
-    if form.tools.forced:
-        rules = _call_rules(form.tools, form.calls == "xml")
-    elif schema is None:
-        rules = [f"answer: {TEXT}"]
-    else:
-        rules = [f"answer: {_json(json.loads(schema), COMPACT)}"]
+    answers = []
+    rules = []
+    if names:
+        answers.append("calls")
+        rules += _call_rules(tools, names, form.calls == "xml")
+    if not tools.forced:
+        answers.append("text")
+        rules.append(f"text: {TEXT if schema is None else _json(json.loads(schema), COMPACT)}")
+    rules = [f"answer: {' | '.join(answers)}", *rules]
     if marks is None or form.closed:
         return "\n".join(["start: answer", *rules])
     budget = "" if max_thought is None else f", max_tokens={max_thought}"
@@ -64,20 +72,20 @@ def _grammar(form: Form, schema: str | None, max_thought: int | None) -> str | N
     return "\n".join([f"start: {'think' if must_think else 'think?'} answer", *rules])
 
 
-def _call_rules(tools: Tools, is_xml: bool) -> list[str]:
-    """Return the rules of an answer that is a call or, where the client allows, several."""
-    rules = [r'answer: call ("\n" call)*' if tools.parallel else "answer: call"]
+def _call_rules(tools: Tools, names: Sequence[str], is_xml: bool) -> list[str]:
+    """Return the rules of one call of these functions or, where the client allows, of several."""
+    rules = [r'calls: call ("\n" call)*' if tools.parallel else "calls: call"]
     if not is_xml:
-        schema = json.loads(tools.schema or "{}")
+        schema = json.loads(tools.call_schema(names))
         return [
             *rules,
             f"call: {_quoted(OPEN + chr(10))} arguments {_quoted(chr(10) + CLOSE)}",
             f"arguments: {_json(schema, SPACED)}",
         ]
-    names = [f"function_{number}" for number in range(len(tools.forced))]
+    functions = [f"function_{number}" for number in range(len(names))]
     tags = _quoted(f"{OPEN}\n"), _quoted(f"{END}\n{CLOSE}")
-    rules.append(f"call: {tags[0]} ({' | '.join(names)}) {tags[1]}")
-    for rule, name in zip(names, tools.forced, strict=True):
+    rules.append(f"call: {tags[0]} ({' | '.join(functions)}) {tags[1]}")
+    for rule, name in zip(functions, names, strict=True):
         rules += _xml_rules(rule, name, tools.parameters[name])
     return rules
 
@@ -87,13 +95,16 @@ def _xml_rules(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
 
     Of texts, their values and lengths are held to the schema; other values are held to all of it.
     """
-    properties = schema.get("properties")
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict):
+        text = f"the properties of {name} must be an object, got {kind(properties)}"
+        raise invalid(text, "tools")
     required = schema.get("required")
     required = required if isinstance(required, list) else []
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     symbols = []
     rules = []
-    for number, (key, value) in enumerate((properties or {}).items()):
+    for number, (key, value) in enumerate(properties.items()):
         if not KEY.fullmatch(key):
             text = f"the parameter {key[:80]!r} of {name} cannot be written: rename it"
             raise invalid(text, "tools")
@@ -121,12 +132,18 @@ def _value_rules(rule: str, head: str, schema: dict[str, Any]) -> list[str]:
         ]
     text = TEXT
     least, most = schema.get("minLength"), schema.get("maxLength")
-    if isinstance(least, int) or isinstance(most, int):
-        text = rf"/(.|\n){{{least or 0},{most if isinstance(most, int) else ''}}}/"
+    if _is_length(least) or _is_length(most):
+        text = (
+            rf"/(.|\n){{{least if _is_length(least) else 0},{most if _is_length(most) else ''}}}/"
+        )
     return [
         f"{rule}: {_quoted(head)} {rule}_text",
         f"{rule}_text[suffix={_quoted(end)}]: {text}",
     ]
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _json(schema: Mapping[str, Any], spacing: Mapping[str, Any]) -> str:

@@ -12,8 +12,9 @@ from typing import Any
 
 from nanochat.data.conversation import Conversation, Message, Part, merge_texts, user
 from nanochat.serve.formats import json_calls
+from nanochat.serve.formats.values import NO_JSON
 from nanochat.serve.routes.fields import Limits, invalid, mapping, upper_bound
-from nanochat.serve.routes.messages import with_instructions
+from nanochat.serve.routes.messages import with_instructions, without_thought
 from nanochat.serve.routes.tools import Tools
 from nanochat.tokenizer import Tokenizer
 
@@ -26,8 +27,9 @@ OPTIONS = (
     "reasoning",
     *BUDGETS,
 )
-# Variables of templates that other fields of a request set.
-RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
+# Variables of templates that other fields of a request set, and names that are in use where a
+# template is rendered.
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "reply", "self"})
 # The efforts that stand for no thoughts; all others leave them to the template.
 NO_EFFORT = ("none",)
 
@@ -49,13 +51,21 @@ def fitted(
         variables["tools"] = list(tools.definitions)
     messages = conversation.messages
     if tokenizer.thought_marks is None:
-        messages = tuple(map(_without_thought, messages))
+        messages = tuple(map(without_thought, messages))
+    if tokenizer.call_format == "xml":
+        messages = tuple(map(_with_object_arguments, messages))
     return replace(conversation, messages=messages, options=variables)
 
 
-def _without_thought(message: Message) -> Message:
-    fields = {key: value for key, value in message.fields.items() if key != "reasoning_content"}
-    return replace(message, fields=fields)
+def _with_object_arguments(message: Message) -> Message:
+    """Return a message whose calls have arguments that a template can write one by one."""
+    calls = []
+    for call in message.fields.get("tool_calls", ()):
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            call = {**call, "function": {**call["function"], "arguments": {NO_JSON: arguments}}}
+        calls.append(call)
+    return replace(message, fields={**message.fields, "tool_calls": calls}) if calls else message
 
 
 def written(conversation: Conversation) -> Conversation:
@@ -107,7 +117,7 @@ def read_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     taken = RESERVED & options.keys()
     if taken:
         name = f"chat_template_kwargs.{min(taken)}"
-        raise invalid(f"{name} cannot be set: other fields of the request set it", name)
+        raise invalid(f"{name} cannot be set: the server sets it, so leave it out", name)
     enabled = fields.get("enable_thinking", options.get("enable_thinking"))
     effort = fields.get("reasoning_effort")
     reasoning = fields.get("reasoning")

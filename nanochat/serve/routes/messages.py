@@ -12,6 +12,7 @@ from typing import Any
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, Message, Part, Role, merge_texts, system, user
+from nanochat.serve.formats.thoughts import closing
 from nanochat.serve.routes.fields import ApiError, flag, invalid, kind, missing
 from nanochat.serve.routes.tools import read_calls
 from nanochat.tokenizer import Tokenizer
@@ -139,9 +140,8 @@ def _results_after_calls(messages: Sequence[Message]) -> list[Message]:
     for i, message in enumerate(messages):
         if joined and joined[-1][1].role == "assistant" == message.role:
             first, earlier = joined[-1]
-            calls = [*earlier.fields.get("tool_calls", ()), *message.fields.get("tool_calls", ())]
-            if calls:
-                joined[-1] = first, with_calls(earlier, message, calls)
+            if "tool_calls" in {**earlier.fields, **message.fields}:
+                joined[-1] = first, _joined(earlier, message)
                 continue
         joined.append((i, message))
     places: dict[str, tuple[int, int]] = {}  # by the ID of a call
@@ -161,14 +161,17 @@ def _results_after_calls(messages: Sequence[Message]) -> list[Message]:
     return [message for _, message in ordered]
 
 
-def with_calls(
-    first: Message,
-    second: Message,
-    calls: Sequence[Mapping[str, Any]],
-) -> Message:
-    """Return two messages of the assistant as one that has these calls."""
-    fields = {**second.fields, **first.fields, "tool_calls": list(calls)}
-    return Message("assistant", merge_texts(*first.parts, *second.parts), fields=fields)
+def _joined(first: Message, second: Message, between: tuple[Part, ...] = ()) -> Message:
+    """Return two messages of one speaker as one, with the thoughts and the calls of both."""
+    fields = {**first.fields, **second.fields}
+    both = (first.fields, second.fields)
+    thoughts = [each["reasoning_content"] for each in both if "reasoning_content" in each]
+    if thoughts:
+        fields["reasoning_content"] = "\n\n".join(thoughts)
+    calls = [call for each in both for call in each.get("tool_calls", ())]
+    if calls:
+        fields["tool_calls"] = calls
+    return Message(first.role, merge_texts(*first.parts, *between, *second.parts), fields=fields)
 
 
 def _message(item: Any, name: str) -> Message:
@@ -322,11 +325,9 @@ def alternating(conversation: Conversation) -> Conversation:
         if message.role == "system":
             instructions.append(message.text)
         elif turns and turns[-1].role == message.role != "tool":
-            earlier = turns[-1].parts
-            blank_line = (Part("text", "\n\n"),) if earlier and message.parts else ()
-            parts = merge_texts(*earlier, *blank_line, *message.parts)
-            fields = {**turns[-1].fields, **message.fields}
-            turns[-1] = Message(message.role, parts, fields=fields)
+            has_both = turns[-1].parts and message.parts
+            blank_line = (Part("text", "\n\n"),) if has_both else ()
+            turns[-1] = _joined(turns[-1], message, blank_line)
         else:
             turns.append(message)
     text = "\n\n".join(instructions)
@@ -438,10 +439,11 @@ def chat_tokens(
 
     Raises ApiError (400) if the template refuses the chat.
     """
-    reply_start: list[int] = []
-    if continued:
-        conversation, reply_start = without_beginning(conversation, tokenizer)
-    return [*render_chat(conversation, tokenizer), *reply_start]
+    if not continued:
+        return render_chat(conversation, tokenizer)
+    conversation, reply_start = without_beginning(conversation, tokenizer)
+    prompt = render_chat(conversation, tokenizer)
+    return [*prompt, *closing(prompt, tokenizer), *reply_start]
 
 
 def make_prompt(
@@ -458,12 +460,17 @@ def make_prompt(
     The prompt leaves room in the context for one token, and for the `begun` tokens with which the
     reply begins. Turns, as counted after answerable(), are dropped only with `truncate`: as many as
     it takes to make room for `max_tokens` tokens or, if these are a whole context, for half of one.
-    Raises ApiError (400) about `field` if the prompt does not fit or cannot be rendered. A chat of
-    more than LARGE_TEXT characters must fit as it is, and is only encoded as far as the context.
+    Raises ApiError (400) about `field` if the prompt does not fit or cannot be rendered. Of a chat
+    of more than LARGE_TEXT characters, only as much is encoded and rendered as may fit.
     """
+    too_old = 0
     if is_large(conversation):
-        tokens = least_tokens(conversation, tokenizer, context)
-        if tokens > context:
+        enough = context
+        if truncate:
+            conversation, too_old = _newest(conversation, tokenizer, context)
+            enough += SLICE_TOKENS
+        tokens = least_tokens(conversation, tokenizer, enough)
+        if tokens > enough:
             raise PromptTooLong(tokens, context, field)
     reply_length = 1
     if truncate and max_tokens:
@@ -473,7 +480,7 @@ def make_prompt(
     if messages != conversation.messages:
         prompt = render_chat(conversation, tokenizer, field)
         if len(prompt) <= room:
-            return prompt, 0
+            return prompt, too_old
     head = messages[: messages[0].role == "system"]
     turns = messages[len(head) :]
 
@@ -493,15 +500,58 @@ def make_prompt(
         dropped = starts[starts.index(dropped) + 1]
         prompt = render_without(dropped)
     if len(prompt) + begun < context:
-        return prompt, dropped
+        return prompt, too_old + dropped
     raise PromptTooLong(len(prompt) + begun, context, field)
+
+
+def without_thought(message: Message) -> Message:
+    """Return a message without what its speaker thought."""
+    fields = {key: value for key, value in message.fields.items() if key != "reasoning_content"}
+    return replace(message, fields=fields)
+
+
+def _without_old_thoughts(conversation: Conversation) -> Conversation:
+    """Return a chat without the thoughts before the last question, which templates leave out."""
+    messages = list(conversation.messages)
+    questions = [i for i, message in enumerate(messages) if message.role == "user"]
+    for i in range(questions[-1] if questions else 0):
+        messages[i] = without_thought(messages[i])
+    return replace(conversation, messages=tuple(messages))
+
+
+def _newest(
+    conversation: Conversation,
+    tokenizer: Tokenizer,
+    context: int,
+) -> tuple[Conversation, int]:
+    """Return a chat with only the newest exchanges that may fit, and how many turns it lost.
+
+    The system message and the last exchange are never dropped. Exchanges are counted from the end,
+    and only until one does not fit.
+    """
+    plain = answerable(conversation)
+    counted = _without_old_thoughts(plain)
+    first = int(plain.messages[0].role == "system")
+    head = replace(counted, messages=counted.messages[:first])
+    tokens = least_tokens(head, tokenizer, context)
+    turns = counted.messages[first:]
+    end = len(turns)
+    for start in reversed([i for i, message in enumerate(turns) if message.role == "user"]):
+        tokens += least_tokens(Conversation(turns[start:end]), tokenizer, context)
+        if tokens > context + SLICE_TOKENS and end < len(turns):
+            break
+        end = start
+    if end == 0:
+        return conversation, 0
+    messages = (*plain.messages[:first], *plain.messages[first + end :])
+    return replace(plain, messages=messages), end
 
 
 def _texts(conversation: Conversation) -> Iterator[str]:
     """Return what a template writes of a chat, tools and calls as JSON."""
     if conversation.options:
         yield json.dumps(dict(conversation.options), ensure_ascii=False)
-    for message in conversation.messages:
+    for message in _without_old_thoughts(conversation).messages:
         yield from (part.text for part in message.parts)
         if message.fields:
             yield json.dumps(dict(message.fields), ensure_ascii=False)

@@ -32,10 +32,6 @@ class Form:
     opened: bool = False  # whether the prompt has opened the thought
     closed: bool = False  # whether the prompt has closed it, so that the reply has none
 
-    def closing(self, tokenizer: Tokenizer) -> list[int]:
-        """Return the tokens that close a thought that the prompt has opened."""
-        return tokenizer.encode(f"\n{self.marks.close}\n\n") if self.marks else []
-
 
 def form_of(
     prompt: list[int],

@@ -8,11 +8,12 @@ handled here.
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nanochat.serve.formats import json_calls
+from nanochat.serve.formats.marked_calls import CLOSE, OPEN
+from nanochat.serve.formats.values import decoded
 from nanochat.serve.routes.fields import flag, invalid, kind, schema_text
 
 MOST_TOOLS = 128  # as many as OpenAI takes
@@ -43,16 +44,11 @@ class Tools:
         if not self.definitions:
             return ""
         lines = [json.dumps(tool, ensure_ascii=False) for tool in self.definitions]
-        return INSTRUCTIONS.format(
-            tools="\n".join(lines), open=json_calls.OPEN, close=json_calls.CLOSE
-        )
+        return INSTRUCTIONS.format(tools="\n".join(lines), open=OPEN, close=CLOSE)
 
-    @property
-    def schema(self) -> str | None:
-        """The JSON schema (as text) of a call that a reply must have; None if it need not."""
-        if not self.forced:
-            return None
-        argument_schemas = _standalone({name: self.parameters[name] for name in self.forced})
+    def call_schema(self, names: Sequence[str]) -> str:
+        """Return the JSON schema (as text) of a call of one of these functions."""
+        argument_schemas = _standalone({name: self.parameters[name] for name in names})
         calls = [
             {
                 "type": "object",
@@ -235,8 +231,8 @@ def _function(item: dict[str, Any], name: str) -> dict[str, Any]:
 def read_calls(calls: Any, name: str) -> list[dict[str, Any]]:
     """Return the tool calls of an assistant message, with the arguments decoded.
 
-    Arguments that are no JSON object stay a text. Raises ApiError (400) if `calls` is not a list of
-    calls whose names and arguments are texts.
+    No arguments at all are an empty object. Arguments that are no JSON object stay a text. Raises
+    ApiError (400) if `calls` is not a list of calls whose names and arguments are texts.
     """
     if not isinstance(calls, list):
         raise invalid(f"{name} must be a list of calls, got {kind(calls)}", name)
@@ -249,13 +245,9 @@ def read_calls(calls: Any, name: str) -> list[dict[str, Any]]:
         if not isinstance(function_name, str) or not isinstance(arguments, str):
             form = "{id, type: function, function: {name, arguments}}"
             raise invalid(f"{name}[{i}] must be a call: {form}", f"{name}[{i}]")
-        decoded = json_calls.decoded(arguments)
-        if not decoded and arguments.strip() != "{}":
-            decoded = arguments
-        read_call = {
-            "type": "function",
-            "function": {"name": function_name, "arguments": decoded},
-        }
+        values = decoded(arguments if arguments.strip() else "{}")
+        function = {"name": function_name, "arguments": arguments if values is None else values}
+        read_call: dict[str, Any] = {"type": "function", "function": function}
         if isinstance(call.get("id"), str):
             read_call["id"] = call["id"]
         read.append(read_call)

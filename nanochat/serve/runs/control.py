@@ -1,8 +1,7 @@
-"""Routes that start, resume and stop runs; only a page of this server, or a program, may call them."""
+"""Routes that start, resume and stop runs, for those whom check_sender() lets in."""
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import os
 import signal
@@ -10,21 +9,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 
 from nanochat import device
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError, parse_json
-from nanochat.serve.connections import neighbour
-from nanochat.serve.listening import host_name
+from nanochat.serve.connections import owner_of
 from nanochat.serve.routes.answers import QUEUE_FULL, while_connected
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.runs import command, record
 from nanochat.serve.runs.describe import Run, facts_of
 from nanochat.serve.runs.routes import Runs
 from nanochat.serve.runs.script import CHECK
+from nanochat.serve.runs.senders import check_sender
 from nanochat.serve.runs.starter import Start, Starter, saved_config
 from nanochat.serve.waiting import Turns
 
@@ -36,16 +34,6 @@ MOST_OUTPUT = 16_000  # characters of a child's output that are sent, the last o
 MOST_PROCESSES = 1024  # of a run that is resumed
 MOST_WAITING = 8  # requests that may wait for a child; one child runs at a time
 LANGUAGES = ("en", "zh")
-# Headers that only a proxy adds. A plain proxy of nginx adds none, but speaks HTTP/1.0.
-FORWARDED = (
-    "cf-connecting-ip",
-    "forwarded",
-    "via",
-    "x-forwarded-for",
-    "x-forwarded-host",
-    "x-forwarded-proto",
-    "x-real-ip",
-)
 
 
 @dataclass(frozen=True)
@@ -92,9 +80,9 @@ class Filled:
 class Control:
     """Answers requests to start, resume and stop runs under a base folder."""
 
-    def __init__(self, runs: Runs, starter: Starter, has_key: bool):
-        """Serve the page of `runs`; without a key, only this machine may use these routes."""
-        self.runs, self.starter, self.has_key = runs, starter, has_key
+    def __init__(self, runs: Runs, starter: Starter):
+        """Serve the page of `runs`."""
+        self.runs, self.starter = runs, starter
         self._turns = Turns(MOST_WAITING)
         self._fields: dict[str, list[command.Field]] = {}  # by stage
 
@@ -115,7 +103,7 @@ class Control:
 
     async def form(self, request: Request) -> Response:
         """Answer GET /runs/form?run=KEY with the fields of a form; without a run, of a new one."""
-        check_sender(request, self.has_key)
+        check_sender(request, self.runs.has_key)
         form = await self._form(request, request.query_params.get("run", ""))
         fields = form.shown_fields
         names = {field["name"] for field in fields}
@@ -168,7 +156,7 @@ class Control:
 
     async def log(self, request: Request, key: str) -> Response:
         """Answer GET /runs/log/KEY?from=BYTE with what a run has printed from there on."""
-        check_sender(request, self.has_key)
+        check_sender(request, self.runs.has_key)
         place = request.query_params.get("from", "")
         if place and not (place.isascii() and place.isdecimal() and len(place) < 16):
             raise ApiError(400, "invalid_request", "from must be a number of bytes", "from")
@@ -190,7 +178,7 @@ class Control:
             if len(body) > BODY_BYTES:
                 text = f"the body must not be larger than {BODY_BYTES:,} bytes"
                 raise ApiError(413, "body_too_large", text)
-        check_sender(request, self.has_key)
+        check_sender(request, self.runs.has_key)
         with contextlib.suppress(ValueError):
             value = parse_json(bytes(body))
             if isinstance(value, dict):
@@ -265,9 +253,8 @@ class Control:
 
         Its processes end if the request does. Raises ApiError (429) if too many requests wait.
         """
-        owner = neighbour(request.client.host if request.client else "")
         try:
-            async with self._turns.turn(owner):
+            async with self._turns.turn(owner_of(request)):
                 return await _output_of(argv, self.starter.environment(language), most)
         except asyncio.QueueFull:
             raise ApiError(429, "queue_full", QUEUE_FULL, retry_after=2) from None
@@ -320,45 +307,6 @@ def _resuming(run: Run, fields: list[command.Field]) -> Form:
     ranks = facts_of(run.folder / "run.json").get("ranks")
     processes = ranks if isinstance(ranks, int) and 0 < ranks <= MOST_PROCESSES else 1
     return Form(run.stage, run, fields, values, processes)
-
-
-# --- who may ask ---------------------------------------------------------------------------------
-
-
-def check_sender(request: Request, has_key: bool) -> None:
-    """Raise ApiError (403, 415) unless a page of this server or a program has sent a request.
-
-    A browser tells the site of the page that asks, so a page of another site is refused. A body
-    must be called JSON, which no form of another site can send. Without a key, the client and the
-    name of the server must be those of this machine.
-    """
-    host = request.headers.get("host", "")
-    origin = request.headers.get("origin")
-    site = request.headers.get("sec-fetch-site", "none")
-    if site not in ("same-origin", "none") or (origin and urlsplit(origin).netloc != host):
-        text = "a page of another site may not use this: open /runs of this server"
-        raise ApiError(403, "other_site", text)
-    if not has_key and not _is_local(request, host):
-        text = "without a key, only this machine may use this, as 127.0.0.1: set --api_key"
-        raise ApiError(403, "needs_key", text)
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if request.method == "POST" and kind != "application/json":
-        raise ApiError(415, "not_json", "the body must be sent as Content-Type: application/json")
-
-
-def _is_local(request: Request, host: str) -> bool:
-    """Return whether a request comes from this machine, to a local name, and through no proxy."""
-    client = request.client.host if request.client else ""
-    is_old = request.scope.get("http_version") == "1.0"
-    if is_old or any(name in request.headers for name in FORWARDED):
-        return False
-    return _is_loopback(client) and _is_loopback(host_name(host))
-
-
-def _is_loopback(host: str | None) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host or "").is_loopback
-    return host == "localhost"
 
 
 def _cards() -> int:

@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request, Response
 
 from nanochat.runtime.samples import newest_samples
-from nanochat.serve.connections import neighbour
+from nanochat.serve.connections import owner_of
 from nanochat.serve.routes.answers import QUEUE_FULL, while_connected
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.runs.describe import Describer, Run, find_runs
 from nanochat.serve.runs.follow import Follower
+from nanochat.serve.runs.senders import check_sender
 from nanochat.serve.runs.starter import Starter
 from nanochat.serve.waiting import Turns
 
@@ -37,13 +38,20 @@ class Runs:
     Its own thread reads the files, for one request at a time, and addresses take turns.
     """
 
-    def __init__(self, base: Path, chat: bool, starter: Starter | None = None):
+    def __init__(
+        self,
+        base: Path,
+        chat: bool,
+        starter: Starter | None = None,
+        has_key: bool = False,
+    ):
         """Serve the runs under `base`; the page links to the chat if `chat` is true.
 
-        With a `starter`, the list also tells which runs the page has started.
+        With a `starter`, the list also tells which runs the page has started, so that only those
+        may read it whom check_sender() lets in. `has_key` says whether the server asks for a key.
         """
         self.base, self.chat = base, chat
-        self.starter = starter
+        self.starter, self.has_key = starter, has_key
         self._turns = Turns(MOST_WAITING)
         self._thread = ThreadPoolExecutor(1, "runs")
         self._describer = Describer()
@@ -68,6 +76,7 @@ class Runs:
         rows of EDITION needs. If the request has the answer's ETag in If-None-Match, the
         status is 304, and there is no body.
         """
+        self._check(request)
         shown = _shown_runs(request.query_params.get("shown", ""))
         body = await while_connected(request.receive, self.run(request, lambda: self._data(shown)))
         if body is None:
@@ -79,19 +88,24 @@ class Runs:
 
     async def samples(self, request: Request, key: str) -> Response:
         """Answer GET /runs/samples/KEY with the newest samples of a run, latest first."""
+        self._check(request)
         body = await while_connected(request.receive, self.run(request, lambda: self._samples(key)))
         if body is None:
             return Response()  # the client has left
         return Response(body, media_type="application/json")
+
+    def _check(self, request: Request) -> None:
+        """Raise ApiError (403) if the list tells more than the sender may see."""
+        if self.starter is not None:
+            check_sender(request, self.has_key)
 
     async def run(self, request: Request, work: Callable[[], T]) -> T:
         """Run `work` for a request in the thread, and return the result.
 
         Raises ApiError (429) if too many requests are waiting.
         """
-        owner = neighbour(request.client.host if request.client else "")
         try:
-            async with self._turns.turn(owner):
+            async with self._turns.turn(owner_of(request)):
                 return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except asyncio.QueueFull:
             raise ApiError(429, "queue_full", QUEUE_FULL, retry_after=2) from None

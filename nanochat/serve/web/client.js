@@ -24,6 +24,13 @@ async function refusal(response) {
   }
 }
 
+// A server that made a key for this start prints an address that ends with it. It stays in this tab, and leaves the address.
+const told = /^#key=([\x21-\x7e]+)$/.exec(location.hash);
+if (told) {
+  keepKey(told[1]);
+  history.replaceState(null, "", location.pathname + location.search);
+}
+
 /** Fetch a path of this server, with its key if it asks for one. Throws ChatError if it refuses; 304 is not a refusal. */
 export async function request(path, options) {
   const key = keptKey();

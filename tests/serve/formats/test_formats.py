@@ -98,6 +98,7 @@ def hermes(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
+DEEP = hermes("weather", f'{{"tags": {"[" * 101}{"]" * 101}}}')
 PARIS = hermes("weather", '{"city": "Paris"}')
 
 
@@ -127,6 +128,14 @@ PARIS = hermes("weather", '{"city": "Paris"}')
         ('<tool_call>{"name": "weather", "arguments": {"days": 1}}', [("weather", '{"days": 1}')]),
         ('<tool_call>{"name": "weather", "arguments": {"days": 1}} and', [("weather", '{"days": 1}'), " and"]),
         ('<tool_call>{"name": "weather", "arguments": {"days": 1}', [("weather", '{"days": 1}')]),
+        # What no JSON of an answer can hold: halves of surrogate pairs, NaN, and 100 lists in each other.
+        (hermes("weather", r'{"city": "\ud83d\ude00\ud83d", "\udc00": 1}'),
+         [("weather", '{"city": "😀\ufffd", "\ufffd": 1}')]),
+        ('<tool_call>{"arguments": {"city": "\\ud800"}, "name": "weather"}</tool_call>', [("weather", '{"city": "\ufffd"}')]),
+        (hermes("weather", '{"days": NaN}'), [hermes("weather", '{"days": NaN}')]),
+        (hermes("weather", '{"days": 1, "tags": [-Infinity]}'), [("weather", '{"days": 1, "tags": [-Infinity]}}\n')]),
+        (hermes("weather", '{"days": 1e999}'), [hermes("weather", '{"days": 1e999}')]),
+        (DEEP, [DEEP]),
         # Broken after the first argument: what the model wrote is passed on.
         (hermes("weather", '{"days": 1, bad}'), [("weather", '{"days": 1, bad}}\n')]),
         # What is no call stays text, and a call after it is still one.
@@ -165,6 +174,8 @@ def xml(name: str, **arguments: str) -> str:
         (xml("maybe", a="5", b="True"), [("maybe", '{"a": "5", "b": true}')]),
         (xml("clock", zone="5"), [("clock", '{"zone": "5"}')]),
         ("<tool_call><function=weather><parameter=city>a</parameter></function></tool_call>", [("weather", '{"city": "a"}')]),
+        (xml("weather", tags=r'["\ud800"]', days="NaN"), [("weather", '{"tags": ["\ufffd"], "days": "NaN"}')]),
+        (xml("weather", days="-Infinity", tags="[1e999]"), [("weather", '{"days": "-Infinity", "tags": "[1e999]"}')]),
         # Without the mark around it, and without closing tags.
         ("<function=weather>\n<parameter=city>\na\n</parameter>\n</function>", [("weather", '{"city": "a"}')]),
         ("<tool_call>\n<function=weather>\n<parameter=city>\na\n<parameter=days>\n1\n</function>\n</tool_call>",

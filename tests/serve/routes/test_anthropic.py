@@ -10,11 +10,15 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanochat.data.conversation import Part
+from nanochat.engine import Event
 from nanochat.serve.routes.anthropic.request import read_messages
+from nanochat.serve.routes.anthropic.writer import MessageWriter
 from nanochat.serve.routes.fields import ApiError, Defaults, Limits
 from nanochat.serve.routes.fitted import written
+from nanochat.serve.routes.reply import Form
+from nanochat.serve.routes.tools import read_tools
 from nanochat.serve.server import BODY_BYTES, LARGE_BYTES
-from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, running
+from tests.support.fake_engine import CHAT, SETTINGS, ByteTokenizer, FakeEngine, running
 from tests.support.served import Served, serving
 
 MESSAGES = "/v1/messages"
@@ -30,6 +34,7 @@ REPLIES = {
     "time": ["Let me see. ", CALL, CALL],
     "sum": ["37 × 48 = ", Part("python", "37*48"), Part("python_output", "1776"), "1776"],
     "broken": [CALL[:40]],
+    "odd": ['<tool_call>{"name": "clock", "arguments": {"zone": "UTC", "day": NaN}</tool_call>'],
 }
 
 
@@ -112,6 +117,11 @@ def test_words_calls_and_calculations_become_blocks(scripted: httpx.Client) -> N
         assert answer["stop_reason"] == ("tool_use" if question == "time" else "end_turn")
 
 
+def test_arguments_that_are_no_json_are_handed_on_under_a_key(scripted: httpx.Client) -> None:
+    answer = scripted.post(MESSAGES, json=asked("odd", tools=[CLOCK])).json()
+    assert answer["content"][0]["input"] == {"INVALID_JSON": '{"zone": "UTC", "day": NaN}'}
+
+
 def test_a_reply_with_one_call_ends_after_it_if_the_client_says_so(scripted: httpx.Client) -> None:
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     answer = scripted.post(MESSAGES, json=asked("time", tools=[CLOCK], tool_choice=choice)).json()
@@ -126,6 +136,16 @@ def test_stop_reasons(served: Served) -> None:
     stopped = served.ok(MESSAGES, **asked(max_tokens=12, temperature=0, stop_sequences=["zzz", stop]))
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", stop)
     assert stopped["content"][0]["text"] == text[: text.index(stop)]
+
+
+def test_a_stop_sequence_after_a_call_is_not_the_reason() -> None:
+    """The engine reports the string; the reply ends for its call."""
+    form = Form(read_tools({"tools": [{"type": "function", "function": {"name": "clock"}}]}), "json")
+    writer = MessageWriter("1", "m", 1, ByteTokenizer(), form, False, True)  # type: ignore[arg-type]
+    text = Part("text", CALL)
+    writer.add([(0, Event(0, 120, 0.0, False, "stop", matched="zzz", parts=(text,)))])
+    ending = writer.body()
+    assert (ending["stop_reason"], ending["stop_sequence"]) == ("tool_use", None)
 
 
 # --- requests ------------------------------------------------------------------------------------
@@ -145,6 +165,18 @@ def test_blocks_are_read_as_the_chat_route_reads_messages() -> None:
     assert read(messages=[{"role": "user", "content": two}]) == [("user", "a\n\nb")]
     assert read(messages=[*HELLO, {"role": "assistant", "content": two}]) == [("user", "hello"), ("assistant", "ab")]
     assert read(messages=[*HELLO, {"role": "system", "content": two}, *HELLO])[1] == ("system", "a\n\nb")
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({}, False), ({"thinking": {"type": "disabled"}}, False), ({"thinking": {"type": "adaptive"}}, True),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, True), ({"output_config": {"effort": "high"}}, False),
+    ],
+)  # fmt: skip
+def test_a_model_thinks_only_for_clients_that_ask_for_it(fields: dict[str, Any], thinks: bool) -> None:
+    chat = read_messages(asked(**fields), Limits("m", 900, 500), Defaults(1.0, 0.0, 0, 20)).chat
+    assert chat.options["enable_thinking"] is thinks
 
 
 @pytest.mark.parametrize("content", ["noon", [{"type": "text", "text": "noon"}], None])
@@ -245,8 +277,11 @@ def block(kind: str, **fields: Any) -> list[dict[str, Any]]:
                        {"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]}]},
          "messages[2].content[0].content[0]"),
         ({"system": 5}, "system"), ({"system": [{"type": "image"}]}, "system[0]"), ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"), ({"temperature": 3}, "temperature"), ({"stop_sequences": [5]}, "stop_sequences"),
+        ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": -1}, "max_tokens"),
+        ({"temperature": 3}, "temperature"), ({"stop_sequences": [5]}, "stop_sequences"),
         ({"thinking": {"type": "deep"}}, "thinking.type"), ({"thinking": "on"}, "thinking"),
+        ({"thinking": {"type": ["enabled"]}}, "thinking.type"), ({"tool_choice": {"type": ["any"]}}, "tool_choice.type"),
+        ({"thinking": {"display": "omitted"}}, "thinking.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "budget_tokens"),
         ({"tools": {}}, "tools"), ({"tools": [5]}, "tools[0]"), ({"tools": [{"name": "a b"}]}, "tools[0].name"),
         ({"tools": [{"type": ["x"]}]}, "tools[0]"),
@@ -322,9 +357,18 @@ def test_a_body_of_eight_megabytes_is_read_and_refused_as_a_prompt(served: Serve
     assert served.post("/tokenize", prompt="x" * BODY_BYTES).status_code == 413
 
 
-@pytest.mark.parametrize(("host", "api_key", "status"), [("192.0.2.1", "", 413), ("192.0.2.1", "k", 200)])
-def test_large_bodies_are_for_this_machine_and_the_key(host: str, api_key: str, status: int) -> None:
-    """The part of the body that makes it large is a record of the client."""
+@pytest.mark.parametrize(
+    ("host", "headers", "api_key", "status"),
+    [
+        ("192.0.2.1", {}, "", 413), ("192.0.2.1", {}, "k", 200), ("127.0.0.1", {}, "", 200), ("::1", {}, "", 200),
+        ("127.0.0.1", {"x-forwarded-for": "192.0.2.1"}, "", 413), ("127.0.0.1", {"via": "1.1 proxy"}, "k", 200),
+        ("127.0.0.1", {"host": "192.0.2.9"}, "", 413),
+    ],
+)  # fmt: skip
+def test_large_bodies_are_for_this_machine_and_the_key(
+    host: str, headers: dict[str, str], api_key: str, status: int
+) -> None:
+    """The part of the body that makes it large is a record of the client. A proxy here is not this machine."""
 
     def elsewhere(app: ASGIApp) -> ASGIApp:
         async def call(scope: Scope, receive: Receive, send: Send) -> None:
@@ -334,5 +378,5 @@ def test_large_bodies_are_for_this_machine_and_the_key(host: str, api_key: str, 
 
     with running(FakeEngine(REPLIES), settings=replace(SETTINGS, api_key=api_key), wrap=elsewhere) as url:
         body = asked(metadata={"record": "x" * (1 << 20)})
-        response = httpx.post(url + MESSAGES, json=body, headers={"x-api-key": api_key}, timeout=60)
+        response = httpx.post(url + MESSAGES, json=body, headers={"x-api-key": api_key, **headers}, timeout=60)
     assert response.status_code == status

@@ -101,6 +101,16 @@ def test_a_forced_call_follows_the_thought(calls: str, call: Any) -> None:
     assert refused_at(f"<think>a</think>\n\n{call('clock')}", replace(thinks, closed=True)) is not None
 
 
+@pytest.mark.parametrize(("calls", "call"), BOTH)
+def test_a_schema_is_one_of_the_text_where_the_model_may_call_instead(calls: str, call: Any) -> None:
+    schema, may = json.dumps({"enum": [5]}), tools(tool_choice="auto")
+    for form, before in ((Form(may, calls), ""), (Form(may, calls, THINK, opened=True), "hm</think>\n\n")):
+        assert refused_at(f"{before}5", form, schema) is refused_at(f"{before}{call('clock')}", form, schema) is None
+        for wrong in ("6", "Hello", call("weather", city="a", unit="K"), call("clock") + "5"):
+            assert refused_at(before + wrong, form, schema) is not None
+    assert refused_at("5", Form(tools(), calls), schema) == 0  # a call that must come needs no other form
+
+
 def test_a_schema_is_one_of_the_answer_and_not_of_the_thought() -> None:
     schema = json.dumps({"enum": [5]})
     assert grammar(Form(), schema) == schema

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from nanochat.data.conversation import Conversation, Message, assistant, system, user
+from nanochat.data.conversation import Conversation, Message, Part, assistant, system, user
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.routes.messages import SLICE, PromptTooLong, make_prompt
 from nanochat.serve.server import BODY_BYTES, LARGE_BYTES, decode_json, read_body
@@ -49,9 +49,19 @@ def test_body_that_is_announced_too_large_is_not_read_at_all() -> None:
 
 def test_json_that_is_none_is_refused() -> None:
     assert decode_json(b'{"a": [1]}') == {"a": [1]}
-    for body in (b"", b"[" * 100_000, b"\xff", b"1" * 5000):
+    for body in (b"", b"\xff", b"1" * 5000):
         with pytest.raises(ApiError, match="not valid JSON"):
             decode_json(body)
+
+
+def test_values_that_are_nested_too_deep_are_refused() -> None:
+    """Templates walk them by recursion: 800 lists made the server fail."""
+    deepest, texts = b"[" * 100 + b"]" * 100, b'["' + b"[{" * 900 + b'"]'
+    assert len(decode_json(deepest)) == len(decode_json(texts)) == 1
+    for deep in (b"[" * 100_000, b"[" + deepest + b"]", b'{"a":' * 800 + b"1" + b"}" * 800):
+        with pytest.raises(ApiError, match="100 deep") as caught:
+            decode_json(deep)
+        assert caught.value.status == 400
 
 
 @pytest.mark.parametrize("piece", [b'{"":0},', b"[],", b'"",', b"0,"])
@@ -73,6 +83,33 @@ def test_large_chat_is_refused_without_encoding_all_of_it() -> None:
     with pytest.raises(PromptTooLong):
         make_prompt(Conversation((user("x" * (8 << 20)),)), None, True, tokenizer, 5000)  # type: ignore[arg-type]
     assert sum(encoded) <= 2 * SLICE
+
+
+def thinking(text: str, thought: str = "") -> Message:
+    fields = {"reasoning_content": thought} if thought else {}
+    return Message("assistant", (Part("text", text),), fields=fields)
+
+
+def test_a_large_chat_is_cut_to_its_newest_exchanges() -> None:
+    tokenizer, encoded = ByteTokenizer(), []
+    plain = tokenizer.encode
+    tokenizer.encode = lambda text: encoded.append(len(text)) or plain(text)  # type: ignore[method-assign]
+    turns = (user("be brief"), *(turn for _ in range(9) for turn in (assistant("y" * (1 << 16)), user("z" * 100))))
+    prompt, dropped = make_prompt(Conversation((system("s"), *turns)), 50, True, tokenizer, 5000)  # type: ignore[arg-type]
+    assert dropped == 18 and tokenizer.decode(prompt).count("z") == 100
+    assert sum(encoded) < 1 << 18
+    with pytest.raises(PromptTooLong):
+        make_prompt(Conversation(turns), 50, False, tokenizer, 5000)  # type: ignore[arg-type]
+
+
+def test_old_thoughts_that_the_template_drops_make_no_chat_large() -> None:
+    """ByteTokenizer writes no thoughts at all, as templates do before the last question."""
+    turns = [turn for _ in range(9) for turn in (user("x"), thinking("y", "hm" * (1 << 16)))]
+    prompt, dropped = make_prompt(Conversation((*turns, user("z"))), None, False, ByteTokenizer(), 500)  # type: ignore[arg-type]
+    assert len(prompt) < 100 and dropped == 0
+    with pytest.raises(PromptTooLong):  # a thought after the last question is written
+        late = (user("x"), thinking("", "hm" * (1 << 18)), Message("tool", (Part("text", "z"),)))
+        make_prompt(Conversation(late), None, False, ByteTokenizer(), 500)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])

@@ -7,9 +7,17 @@ import pytest
 
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.data.conversation import Conversation, Message, assistant, system, user
-from nanochat.serve.routes.fields import ApiError, Limits
+from nanochat.serve.formats.values import NO_JSON
+from nanochat.serve.routes.chat import read_chat
+from nanochat.serve.routes.fields import ApiError, Defaults, Limits
 from nanochat.serve.routes.fitted import fitted, read_options, written
-from nanochat.serve.routes.messages import as_request, make_prompt, read_conversation
+from nanochat.serve.routes.messages import (
+    PromptTooLong,
+    alternating,
+    as_request,
+    make_prompt,
+    read_conversation,
+)
 from nanochat.serve.routes.tokens import tokenize
 from nanochat.serve.routes.tools import Tools, read_tools
 from nanochat.tokenizer import ROLES
@@ -235,6 +243,67 @@ def test_exchanges_with_calls_are_dropped_as_a_whole(tmp_path: Path) -> None:
     assert dropped % 4 == 0 and 0 < dropped < 36
     assert tokenizer.decode(prompt).startswith("[tools]a [user]Rain?[assistant]<tool_call>")
     assert len(make_prompt(chat, 1, True, tokenizer, 150)[0]) < 150
+
+
+def test_messages_in_a_row_become_one_with_the_thoughts_and_calls_of_both(tmp_path: Path) -> None:
+    def thinking(number: str) -> dict[str, Any]:
+        return {**called(number), "reasoning_content": f"thought {number}"}
+
+    (_, both, *_) = read_conversation(
+        [QUESTION, thinking("1"), thinking("2"), result("x", "1"), result("y", "2")]
+    ).messages
+    assert both.fields["reasoning_content"] == "thought 1\n\nthought 2"
+    assert [call["id"] for call in both.fields["tool_calls"]] == ["1", "2"]
+    said = [{"role": "assistant", "content": "a", "reasoning_content": text} for text in ("one", "two")]
+    plain = alternating(read_conversation([QUESTION, *said, QUESTION]))
+    assert plain.messages[1].fields == {"reasoning_content": "one\n\ntwo"}
+    assert plain.messages[1].text == "a\n\na"
+
+
+def test_the_marks_that_close_a_continued_thought_count(tmp_path: Path) -> None:
+    """They come before the beginning of the reply, and a chat that has no room for them is cut or refused."""
+    opens = THINKER.replace("[assistant]{% if enable", "[assistant]<think>{% if enable")
+    tokenizer = folder(tmp_path, opens)
+    begun = [QUESTION, {"role": "assistant", "content": "Yes"}]
+    body = {"messages": begun, "continue_final_message": True, "max_tokens": 1}
+    defaults, count = (
+        Defaults(1.0, 0.0, 0, 20),
+        tokenize({**body, "max_tokens": None}, tokenizer, Limits("m", 4096, VOCABULARY))["count"],
+    )
+    chat = read_chat(body, Limits("m", 4096, VOCABULARY), defaults)
+    (prompt, _) = chat.work(tokenizer, Limits("m", 4096, VOCABULARY)).requests[0]
+    assert tokenizer.decode(prompt).endswith("<think>\n</think>\n\nYes") and len(prompt) == count
+    assert chat.work(tokenizer, Limits("m", count + 1, VOCABULARY)).requests[0][0] == prompt
+    with pytest.raises(PromptTooLong):
+        chat.work(tokenizer, Limits("m", count, VOCABULARY))
+    longer = {**body, "messages": [QUESTION, {"role": "assistant", "content": "No"}, *begun], "truncation": "auto"}
+    work = read_chat(longer, Limits("m", 4096, VOCABULARY), defaults).work(
+        tokenizer, Limits("m", count + 1, VOCABULARY)
+    )
+    assert work.requests[0][0] == prompt
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ("", {}), (" \n", {}), ("{ }", {}), ("{}", {}), ('{"a": "\\ud800"}', {"a": "\ufffd"}),
+        ("[1]", "[1]"), ('{"a": NaN}', '{"a": NaN}'), ("[" * 900, "[" * 900),
+    ],
+)  # fmt: skip
+def test_arguments_of_earlier_calls_are_an_object_where_the_template_needs_one(
+    arguments: str, read: Any, tmp_path: Path
+) -> None:
+    call = called("1")
+    call["tool_calls"][0]["function"]["arguments"] = arguments
+    sent = read_conversation([QUESTION, call, result("rain", "1")])
+    assert sent.messages[1].fields["tool_calls"][0]["function"]["arguments"] == read
+    each = "{% for key, value in c.function.arguments | items %}{{ key }}={{ value }}{% endfor %}"
+    tokenizer = folder(tmp_path, CODER.replace("{{ c.function.arguments | tojson }}", each))
+    prompt, _ = make_prompt(fitted(sent, described("x"), {}, tokenizer), 1, False, tokenizer, 4096)
+    written_out = "".join(
+        f"{key}={value}" for key, value in (read if isinstance(read, dict) else {NO_JSON: read}).items()
+    )
+    assert f"<function=a> {written_out}</tool_call>" in tokenizer.decode(prompt)
 
 
 @pytest.mark.parametrize(

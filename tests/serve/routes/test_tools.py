@@ -99,9 +99,8 @@ class Tree(BaseModel):
     children: list["Tree"]
 
 
-def accepts(schema: str | None, **call: Any) -> bool:
+def accepts(schema: str, **call: Any) -> bool:
     """Whether a reply that must meet a schema can be this call."""
-    assert schema is not None
     tokenizer = tiny_tokenizer()
     grammar, end = Schemas(tokenizer).grammar(schema), tokenizer.special("assistant_end")
     for token in (*tokenizer.encode(json.dumps(call, separators=(",", ":"))), end):
@@ -111,11 +110,12 @@ def accepts(schema: str | None, **call: Any) -> bool:
     return True
 
 
-def forced(*parameters: Mapping[str, Any]) -> str | None:
+def forced(*parameters: Mapping[str, Any]) -> str:
     """The schema of a reply that must call one of the functions f0, f1, ... with these parameters."""
     functions = [{"name": f"f{i}", "parameters": each} for i, each in enumerate(parameters)]
     offered = [{"type": "function", "function": function} for function in functions]
-    return read_tools({"tools": offered, "tool_choice": "required"}).schema
+    read = read_tools({"tools": offered, "tool_choice": "required"})
+    return read.call_schema(read.forced)
 
 
 SHAPE = {"colour": "red", "centre": {"x": 3}}

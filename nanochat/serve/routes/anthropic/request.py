@@ -15,6 +15,7 @@ from nanochat.serve.routes.anthropic.blocks import Messages
 from nanochat.serve.routes.anthropic.writer import MessageWriter
 from nanochat.serve.routes.chat import ChatRequest, read_chat
 from nanochat.serve.routes.fields import (
+    LARGEST_SEED,
     ApiError,
     Defaults,
     Limits,
@@ -104,6 +105,7 @@ def read_messages(value: Any, limits: Limits, defaults: Defaults) -> MessagesReq
     fields = read_fields(value, FIELDS, NEUTRAL)
     if "max_tokens" not in fields:
         raise missing("max_tokens", "the largest number of tokens of the reply")
+    integer(fields, "max_tokens", 1, LARGEST_SEED)  # unlike the chat route, here -1 is no number
     body = {name: fields[name] for name in SAME if name in fields}
     if "stop_sequences" in fields:
         body["stop"] = fields["stop_sequences"]
@@ -151,13 +153,15 @@ def _renamed(text: str, names: Sequence[str]) -> str:
 
 
 def _thinking(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat route's fields for `thinking`, or raise ApiError (400) if it is invalid."""
+    """Return the chat route's fields for `thinking`, without which the model does not think.
+
+    Raises ApiError (400) if the field is invalid.
+    """
     thinking = mapping(fields, "thinking")
-    if not thinking:
-        return {}
-    if thinking.get("type") not in THINKING:
+    kind_of_thinking = thinking.get("type", "disabled" if not thinking else None)
+    if not isinstance(kind_of_thinking, str) or kind_of_thinking not in THINKING:
         raise invalid(f"thinking.type must be one of {', '.join(THINKING)}", "thinking.type")
-    options = {"enable_thinking": THINKING[thinking["type"]]}
+    options = {"enable_thinking": THINKING[kind_of_thinking]}
     budget = integer(thinking, "budget_tokens", 1, 2**31)
     return options if budget is None else {**options, "max_reasoning_tokens": budget}
 
@@ -196,12 +200,13 @@ def _tools(fields: Mapping[str, Any]) -> dict[str, Any]:
     parallel = {}
     if "disable_parallel_tool_use" in choice:
         parallel = {"parallel_tool_calls": not flag(choice, "disable_parallel_tool_use")}
-    if choice.get("type") == "tool":
+    choice_type = choice.get("type")
+    if choice_type == "tool":
         function = {"type": "function", "function": {"name": choice.get("name")}}
         return {**tools, **parallel, "tool_choice": function}
-    if choice.get("type") not in CHOICES:
+    if not isinstance(choice_type, str) or choice_type not in CHOICES:
         raise invalid("tool_choice.type must be auto, any, tool or none", "tool_choice.type")
-    return {**tools, **parallel, "tool_choice": CHOICES[choice["type"]]}
+    return {**tools, **parallel, "tool_choice": CHOICES[choice_type]}
 
 
 def _tool(item: Any, name: str) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """Writes a reply in the format of Anthropic's Messages API, whole or as events."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from nanochat.generate.reply import Event
 from nanochat.serve.formats.pieces import Arguments, Call, Piece, Thought, Words
+from nanochat.serve.formats.values import NO_JSON, decoded
 from nanochat.serve.routes.answers import Choice, event
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.routes.reply import Form, Reply
@@ -19,8 +19,6 @@ DELTAS = {
 }
 # Some clients leave a thought without a signature out of what they send back. None is checked here.
 SIGNATURE = "unsigned"
-# The key under which Anthropic's documentation hands on arguments that are no JSON.
-NO_JSON = "INVALID_JSON"
 
 
 class MessageWriter:
@@ -136,7 +134,8 @@ class MessageWriter:
             reason = "tool_use"
         elif stop is not None:
             reason = "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": stop}
+        sequence = stop if reason == "stop_sequence" else None
+        return {"stop_reason": reason, "stop_sequence": sequence}
 
     @property
     def _usage(self) -> dict[str, Any]:
@@ -161,8 +160,5 @@ def _whole(block: dict[str, Any], text: str) -> dict[str, Any]:
         return {**block, "text": text}
     if block["type"] == "thinking":
         return {**block, "thinking": text, "signature": SIGNATURE}
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = {NO_JSON: text}
-    return {**block, "input": arguments}
+    arguments = decoded(text or "{}")
+    return {**block, "input": {NO_JSON: text} if arguments is None else arguments}
