@@ -42,7 +42,7 @@ def compare(family: str, compute: Compute, most: float) -> None:
     assert max(far.values()) < 50 * most, far
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3.5"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3.5", "llama yarn", "smollm3 windows"])
 @on_npu()
 def test_fp32_on_a_910b_is_that_on_the_cpu(family: str) -> None:
     compare(family, replace(device.compute_init("npu"), dtype=torch.float32), 1e-4)

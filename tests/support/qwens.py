@@ -31,6 +31,7 @@ SHAPE: dict[str, Any] = {
     "n_kv_head": 2,
     "n_hidden": 80,
 }
+SHORT: dict[str, Any] = {**SHAPE, "sequence_len": 150}
 CONFIGS = {
     "qwen2": QwenConfig(**SHAPE, n_layer=2, head_dim=12, qkv_bias=1, qk_norm=0, tied=0, rope_theta=10_000.0),
     "qwen2.5-tied": QwenConfig(**SHAPE, n_layer=2, head_dim=12, qkv_bias=1, qk_norm=0, tied=1),
@@ -58,7 +59,7 @@ OPTIONS = {
     "llama biases": LlamaConfig(**SHAPE, n_layer=2, head_dim=16, qkv_bias=1, o_bias=1, mlp_bias=1),
     "llama linear": LlamaConfig(**SHAPE, n_layer=2, head_dim=12, rope="linear", rope_factor=4.0, rope_original=256),
     "llama dynamic": LlamaConfig(
-        **SHAPE | {"sequence_len": 150}, n_layer=2, head_dim=12, rope="dynamic", rope_factor=4.0, rope_original=64,
+        **SHORT, n_layer=2, head_dim=12, rope="dynamic", rope_factor=4.0, rope_original=64,
     ),
     "llama yarn": LlamaConfig(**SHAPE, n_layer=2, head_dim=12, tied=0, **YARN, rope_scale=0.1 * math.log(4) + 1),
     "mistral windows": LlamaConfig(**SHAPE, n_layer=2, head_dim=16, tied=0, layers="S", window=40),

@@ -274,6 +274,8 @@ def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
         "qk_norm": int(not is_qwen2 and architecture not in LLAMAS),
         **rope_settings(text, head_dim, 0.25 if architecture.startswith("Qwen3_5") else 1.0),
     }
+    if shape.get("rope") == "yarn":  # people add it to a config.json, and leave the context
+        shape["sequence_len"] = longest_context(shape)
     shape["layers"] = _kinds(architecture, text, longest_context(shape))
     if SLIDING in shape["layers"].upper():
         shape["window"] = text["sliding_window"]

@@ -99,7 +99,7 @@ def _yarn_settings(rules: Mapping[str, Any], factor: float) -> dict[str, float]:
 def longest_context(shape: Mapping[str, Any]) -> int:
     """Return how many tokens a model with these fields is made for.
 
-    It can be more than the context that config.json names, which becomes the default.
+    It can be more than the context that config.json names.
     """
     longest = shape["sequence_len"]
     if shape.get("rope") in STRETCHED:

@@ -91,6 +91,7 @@ class QwenConfig:
                 tr("one of {choices}", choices=", ".join(ROPES)),
                 self.rope in ROPES,
             ),
+            ("rope_theta", self.rope_theta, tr("above {least}", least=1), self.rope_theta > 1),
             (
                 "rope_low",
                 self.rope_low,

@@ -101,8 +101,9 @@ def test_a_config_is_read_as_we_and_as_transformers_write_it(family: str, tmp_pa
         assert replace(read_config(tmp_path), layers=config.kinds) == replace(config, layers=config.kinds)
 
 
-def test_a_stretched_context_may_be_asked_for(tmp_path: Path) -> None:
-    for option in ("llama dynamic", "qwen3 yarn"):
-        config = EVERY[option]
-        (tmp_path / "config.json").write_text(json.dumps(published(config)))
-        assert read_config(tmp_path, 4 * config.rope_original).sequence_len == 4 * config.rope_original
+def test_yarn_stretches_the_context_and_dynamic_scaling_if_asked(tmp_path: Path) -> None:
+    for option, default in (("llama dynamic", 64), ("qwen3 yarn", 256)):
+        content = {**published(EVERY[option]), "max_position_embeddings": 64}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        assert read_config(tmp_path).sequence_len == default
+        assert read_config(tmp_path, 256).sequence_len == 256

@@ -111,6 +111,7 @@ def test_the_context_can_be_shortened_and_not_lengthened(tmp_path: Path) -> None
         ({"architectures": [["Qwen3ForCausalLM"]]}, "architecture .*Qwen3ForCausalLM"),
         ({"architectures": ["x" * 100_000]}, "architecture 'xxx"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "need a sliding_window"),
+        ({"rope_theta": 1.0}, "rope_theta must be above 1"),
         ({"layer_types": ["full_attention"]}, "1 layers, and num_hidden_layers is 2"),
         ({"layer_types": ["chunked_attention"] * 2}, "'chunked_attention', and the known ones are full_attention"),
         ({"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 1}, "window must be at least 2"),
