@@ -92,14 +92,11 @@ def test_active_parameters_are_those_that_a_token_passes_through() -> None:
 
 
 def one_by_one_folder(model: Qwen, folder: Path) -> Path:
-    """A folder in the layout of publishers, with a file for half of the tensors each."""
+    """A folder in the layout of publishers."""
     values: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         values |= {part: value.contiguous() for part, value in one_by_one(name, parameter.detach())}
-    names = sorted(values)
-    for number in (0, 1):
-        part = {name: values[name] for name in names[number::2]}
-        save_file(part, folder / f"model-0000{number + 1}-of-00002.safetensors", {"format": "pt"})
+    save_file(values, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(published(model.config)))
     return folder
 
@@ -131,7 +128,7 @@ def test_what_transformers_saves_is_read(tmp_path: Path) -> None:
 
 def test_a_missing_matrix_of_an_expert_is_named(tmp_path: Path) -> None:
     folder = one_by_one_folder(tiny_qwen("qwen3-moe"), tmp_path)
-    file = folder / "model-00001-of-00002.safetensors"
+    file = folder / "model.safetensors"
     values = load_file(file)
     lost = next(name for name in values if "experts" in name)
     del values[lost]

@@ -15,10 +15,11 @@ from nanochat.device import compute_init
 from nanochat.models.lora import LoraConfig, add_adapters
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.planner import tuning
-from nanochat.planner.forecast import Memory, Tuning
+from nanochat.planner.forecast import Memory, Tuning, forecast
 from nanochat.planner.published_tuning import RUNS, SHAPES, SPEEDS
 from nanochat.planner.recipes import MODELS
 from nanochat.planner.tuning import check_fits, flags_of, nearest, refusal, remedies
+from nanochat.planner.tuning_speed import counts_of
 
 SHAPE = QwenConfig(sequence_len=1024, vocab_size=512, n_layer=2, n_embd=64, n_head=2, n_kv_head=1, head_dim=32,
                    n_hidden=128)  # fmt: skip
@@ -121,3 +122,19 @@ def test_the_published_shapes_have_the_parameters_of_their_names() -> None:
         billions = on_meta(shape, compute).parameter_counts()["total"] / 1e9
         assert abs(billions / float(name.rpartition("-")[2][:-1]) - 1) < 0.12, (name, billions)
     assert {run.model for run in (*RUNS, *SPEEDS)} == set(SHAPES)
+
+
+A3B = QwenConfig(
+    sequence_len=2048, vocab_size=151_936, n_layer=48, n_embd=2048, n_head=32, n_kv_head=4, head_dim=128, n_hidden=6144,
+    tied=0, mlps="E", n_experts=128, experts_per_token=8, n_expert_hidden=768,
+)  # fmt: skip
+
+
+def test_an_adapter_of_qwen3_30b_a3b_fits_8_cards_of_64_gb() -> None:
+    """The publisher says 30.5 billion parameters, 3.3 billion activated."""
+    counts = counts_of(A3B, LoraConfig())
+    assert counts.total == pytest.approx(30.5e9, rel=0.002)
+    assert counts.active + 2 * counts.head == pytest.approx(3.3e9, rel=0.02)
+    tuning = Tuning(A3B, LoraConfig(), checkpoint_activations=True, shard="full", ranks=8)
+    memory = forecast(tuning)
+    assert 2 * counts.total / 8 < memory.state < memory.peak < 0.9 * 64e9
