@@ -23,7 +23,7 @@ from nanochat.evals import loss as loss_eval
 from nanochat.evals.choices import ChoiceScore, choice_facts, evaluate_choices
 from nanochat.evals.core import Core
 from nanochat.evals.measured import MeasuredFlags, Stage, texts_for
-from nanochat.evals.records import Records, records_dir
+from nanochat.evals.records import Records, records_dir, unfinished
 from nanochat.report.sections import write_section
 from nanochat.runtime import parallel
 from tasks.catalogue import choice_tasks, use_task_data
@@ -282,14 +282,7 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
         name = "base_eval" if loaded.stage == "base" else f"{loaded.stage}_core"
         write_section(name, section)
     if broken:
-        raise UserError(
-            tr(
-                "{broken_count} of the tasks could not be evaluated: {broken}. The warnings "
-                "above say why; the other tasks are done, and the same command skips them",
-                broken_count=len(broken),
-                broken=", ".join(broken),
-            )
-        )
+        raise unfinished(broken)
     return section
 
 

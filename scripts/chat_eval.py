@@ -24,7 +24,7 @@ from nanochat.device import DTYPES, Compute, with_compute
 from nanochat.evals.chat import Score, by_group, chat_core, evaluate, wilson
 from nanochat.evals.choices import ChoiceScore, choice_facts, evaluate_choices
 from nanochat.evals.measured import MeasuredFlags
-from nanochat.evals.records import Records, fingerprint, records_dir
+from nanochat.evals.records import Records, fingerprint, records_dir, unfinished
 from nanochat.generate.sampling import Sampling
 from nanochat.report.sections import report_dir, write_section
 from nanochat.runtime import graphs, parallel
@@ -488,14 +488,7 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score | ChoiceScore]:
     if compute.main and (new_figures or reported):
         save_figures(loaded, run_settings, defaults, new_figures)
     if broken:
-        raise UserError(
-            tr(
-                "{broken_count} of the tasks could not be evaluated: {broken}. The warnings "
-                "above say why; the other tasks are done, and the same command skips them",
-                broken_count=len(broken),
-                broken=", ".join(broken),
-            )
-        )
+        raise unfinished(broken)
     return scores
 
 

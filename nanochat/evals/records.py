@@ -2,12 +2,12 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nanochat import device
-from nanochat.common import base_dir, parse_json, to_json, write_atomic
+from nanochat.common import UserError, base_dir, parse_json, to_json, tr, write_atomic
 from nanochat.device import Compute
 
 Fields = Mapping[str, Any]  # of a JSON object
@@ -115,6 +115,18 @@ def _write_lines(path: Path, values: Iterable[Any]) -> None:
     """Write a file with each value as a line of JSON."""
     lines = [to_json(value) + "\n" for value in values]
     write_atomic(path, "".join(lines))
+
+
+def unfinished(broken: Sequence[str]) -> UserError:
+    """Return the error for the end of an evaluation in which the tasks in `broken` failed."""
+    return UserError(
+        tr(
+            "{broken_count} of the tasks could not be evaluated: {broken}. The warnings "
+            "above say why; the other tasks are done, and the same command skips them",
+            broken_count=len(broken),
+            broken=", ".join(broken),
+        )
+    )
 
 
 def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -17,7 +17,7 @@ from nanochat.generate.slots import Request
 from nanochat.tokenizer import Tokenizer
 
 # Tokens of one reply in a pass with guesses. There are only two lengths, so that few shapes are
-# compiled: the longer one follows when every guess of STREAK passes was right.
+# compiled. The longer one is used after STREAK passes in which every guess was right.
 SHORT = 4
 LONG = 8
 STREAK = 2
@@ -40,11 +40,11 @@ class Guesser(Protocol):
 
 @dataclass
 class Record:
-    """How well the guesses for one reply were."""
+    """How good the guesses for one reply have been."""
 
     streak: int = 0  # how many passes in a row had only right guesses
-    pause: int = 0  # how many passes are still to run without guesses
-    next_pause: int = 1  # how many after the next guesses that are all wrong
+    pause: int = 0  # how many more passes run without guesses
+    next_pause: int = 1  # how long the pause is after the next guesses that are all wrong
 
 
 class Drafts:

@@ -52,8 +52,9 @@ class Config:
     vocab_size: int = 65_536
     """tokens of the vocabulary; default: as in speedrun.sh"""
     chip: str = ""
-    """kind of card: 910A, 910B3, 910C, ..., also as torch_npu (Ascend910_9382) or the box (Atlas 900 A3) says;
-    default: the cards of this host, or with --table every kind"""
+    """kind of card, such as 910A, 910B3 or 910C.
+    Names that torch_npu prints (Ascend910_9382) and names of servers (Atlas 900 A3) are accepted too.
+    Default: the cards of this host, or with --table every kind"""
     ranks: int = 0
     """number of cards; default: all cards of this host, or with --table 1 to 128"""
     table: bool = False

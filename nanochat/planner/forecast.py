@@ -85,6 +85,8 @@ def forecast(tuning: Tuning) -> Memory:
 def forecasts(tunings: Sequence[Tuning]) -> Iterator[Memory]:
     """Yield what forecast() returns for each of `tunings`; one process makes all of them.
 
+    The process ends when the caller closes the iterator.
+
     Raises UserError with the reason if a step cannot be simulated.
     """
     task = json.dumps([_as_json(tuning) for tuning in tunings])
@@ -110,9 +112,13 @@ def forecasts(tunings: Sequence[Tuning]) -> Iterator[Memory]:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(task)
             process.stdin.close()
-            for line in process.stdout:
-                if line.startswith("{"):  # other lines are log lines
-                    yield Memory(**json.loads(line))
+            try:
+                for line in process.stdout:
+                    if line.startswith("{"):  # other lines are log lines
+                        yield Memory(**json.loads(line))
+            except GeneratorExit:  # the caller needs no more of them
+                process.kill()
+                raise
         if process.returncode:
             errors.seek(0)
             messages = [line.strip() for line in errors if line.strip()]

@@ -21,7 +21,7 @@ def seconds_of(tuning: Tuning, model: Qwen, batch: Batch, steps: int, compute: C
     This is the planner's prediction if the planner knows the card. Otherwise, it follows from the
     usual share of the peak FLOP/s.
     """
-    # the rows of a pass are not those of `tuning` while their number is still to be probed
+    # `tuning` does not have the final number of rows per pass while that is still to be probed
     split = replace(tuning, rows=batch.device_batch_size)
     seconds = expected.of_tuning(split, batch.passes, compute)
     if seconds is not None:

@@ -1,8 +1,8 @@
 """Prints which published models can be fine-tuned on how many cards: flags, memory and time.
 
-A forecast of memory takes seconds, and the table may need 210 of them. Those of the default table are
-in recipes.json beside this file, which `python -m nanochat.planner --write_recipes` writes; others
-are made when they are asked for.
+A forecast of memory takes seconds, and the table may need 210 of them. The forecasts of the default
+table are in recipes.json beside this file, which `python -m nanochat.planner --write_recipes`
+writes. For other models and settings, the command forecasts the memory while you wait.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from nanochat.train.fit.memory import SHARE
 PATH = Path(__file__).with_name("recipes.json")
 CARDS = (1, 2, 4, 8)
 TOKENS = 10_000_000
-CONVERSATION = 500  # tokens; assumed where the table says how many conversations that are
+CONVERSATION = 500  # tokens that a conversation is assumed to have in the notes of the table
 # A run may take this many times the predicted hours; published_tuning.py has the runs of others.
 LEAST = 0.9
 MOST = 1.7
@@ -142,7 +142,7 @@ def write(path: Path = PATH) -> None:
 
 
 def read(path: Path = PATH) -> dict[str, Memory]:
-    """Return the forecasts of a file by key; none if they are of other shapes or settings."""
+    """Return the forecasts of a file by key, or {} if the file is for other shapes or settings."""
     content = read_json(path)
     memories = content.pop("bytes")
     if content != assumptions():
@@ -261,7 +261,7 @@ def table(
     """Return the table for one kind of card, with notes, in Markdown.
 
     `rates` are the card's, or None if they are unknown, and `source` says where they come from.
-    Forecasts that recipes.json does not have are made now. Raises UserError if the card cannot
+    Memory that recipes.json does not have is forecast now. Raises UserError if the card cannot
     train.
     """
     check_trains(chip)

@@ -1,7 +1,7 @@
 """Checks whether fine-tuning fits a card, and if not, finds the nearest settings that do."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from nanochat.common import UserError, log, tr, warn
@@ -9,7 +9,7 @@ from nanochat.device import Compute
 from nanochat.models.lora import LoraConfig
 from nanochat.models.nf4 import BITS
 from nanochat.models.qwen.model import Qwen
-from nanochat.planner.forecast import Memory, Tuning, forecast
+from nanochat.planner.forecast import Memory, Tuning, forecasts
 from nanochat.platforms.base import Chip
 from nanochat.runtime import parallel, progress
 from nanochat.train.fit.memory import SHARE, reachable
@@ -20,6 +20,8 @@ SHORTEST = 256  # the fewest tokens per row that the search for a setting tries
 SURE_SHARE = 0.5
 # Bytes per token, layer and channel: twice those of the largest published family.
 ROUGH_BYTES = 80
+# Yields the memory of each step, in order, and computes the next one only when it is asked for.
+Memories = Callable[[Sequence[Tuning]], Iterator[Memory]]
 
 
 def flags_of(tuning: Tuning) -> str:
@@ -40,15 +42,23 @@ def flags_of(tuning: Tuning) -> str:
     return " ".join(flags)
 
 
-def announced_forecast(tuning: Tuning) -> Memory:
-    """Return what forecast() does, and say first on standard error what it forecasts.
+def announced_forecasts(tunings: Sequence[Tuning]) -> Iterator[Memory]:
+    """Yield what forecasts() does, and say before each on standard error what is forecast.
 
     A forecast takes seconds.
     """
-    flags = flags_of(tuning)
-    title = tr("forecasting the memory of {ranks} x {flags}", ranks=tuning.ranks, flags=flags)
-    print(title, file=sys.stderr, flush=True)
-    return forecast(tuning)
+    memories = forecasts(tunings)
+    for tuning in tunings:
+        flags = flags_of(tuning)
+        title = tr("forecasting the memory of {ranks} x {flags}", ranks=tuning.ranks, flags=flags)
+        print(title, file=sys.stderr, flush=True)
+        yield next(memories)
+
+
+def announced_forecast(tuning: Tuning) -> Memory:
+    """Return what announced_forecasts() yields for one step."""
+    (memory,) = announced_forecasts([tuning])
+    return memory
 
 
 def remedies(tuning: Tuning) -> Iterator[Tuning]:
@@ -86,11 +96,12 @@ def remedies(tuning: Tuning) -> Iterator[Tuning]:
 def nearest(
     tuning: Tuning,
     budget: float,
-    memory_of: Callable[[Tuning], Memory] = announced_forecast,
+    memories_of: Memories = announced_forecasts,
 ) -> Tuning | None:
     """Return the first of remedies() whose peak fits into `budget` bytes, or None if none does."""
-    for remedy in remedies(tuning):
-        if memory_of(remedy).peak <= budget:
+    settings = list(remedies(tuning))
+    for remedy, memory in zip(settings, memories_of(settings), strict=True):
+        if memory.peak <= budget:
             return remedy
     return None
 
@@ -99,10 +110,10 @@ def refusal(
     tuning: Tuning,
     memory: Memory,
     budget: float,
-    memory_of: Callable[[Tuning], Memory] = announced_forecast,
+    memories_of: Memories = announced_forecasts,
 ) -> UserError:
     """Return the error for a step that does not fit, with the nearest settings that fit, if any."""
-    remedy = nearest(tuning, budget, memory_of)
+    remedy = nearest(tuning, budget, memories_of)
     if remedy is None:
         next_step = tr(
             "No setting of one row and {tokens} tokens fits: take a smaller model, or more cards "
@@ -144,7 +155,7 @@ def check_fits(
     tuning: Tuning,
     model: Qwen,
     compute: Compute,
-    memory_of: Callable[[Tuning], Memory] = announced_forecast,
+    memories_of: Memories = announced_forecasts,
     always: bool = False,
 ) -> None:
     """Raise UserError (exit code 2) if a step is forecast to exceed the memory that a rank may use.
@@ -161,7 +172,7 @@ def check_fits(
         return
     error: UserError | None = None
     if compute.main:  # forecasts are processes that take seconds, and are the same for every rank
-        error = _forecast_error(tuning, budget, available, memory_of)
+        error = _forecast_error(tuning, budget, available, memories_of)
     if not parallel.agree(int(error is None), compute):
         raise error or UserError(
             tr("the step does not fit the memory; rank 0 says what would"), exit_code=2
@@ -172,19 +183,19 @@ def _forecast_error(
     tuning: Tuning,
     budget: float,
     available: int,
-    memory_of: Callable[[Tuning], Memory],
+    memories_of: Memories,
 ) -> UserError | None:
     """Return the error for a step that does not fit, or None; log the memory of one that fits.
 
     If the memory cannot be forecast, warn and return None.
     """
     try:
-        memory = memory_of(tuning)
+        (memory,) = memories_of([tuning])
     except UserError as failure:  # the step itself will show whether it fits
         warn(str(failure))
         return None
     if memory.peak > budget:
-        return refusal(tuning, memory, budget, memory_of)
+        return refusal(tuning, memory, budget, memories_of)
     peak = progress.memory(memory.peak)
     state = progress.memory(memory.state)
     log(

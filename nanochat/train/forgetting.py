@@ -24,7 +24,7 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.train.validation import without_dropout
 
 FIGURE = "general_perplexity"  # the name of the figure in metrics.jsonl
-MOST_TOKENS = 32_768  # of a general text that are measured, so that a long file takes no hours
+MOST_TOKENS = 32_768  # measured of a general text, so that a long file does not take hours
 LONGEST_PASSAGE = 512  # tokens; longer passages are cut
 
 

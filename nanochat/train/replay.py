@@ -1,8 +1,8 @@
 """Text that a published model writes itself before it is fine-tuned, so that it forgets less.
 
-A model that trains on a few conversations only moves away from everything else that it knows. Rows
-of its own words, sampled at temperature 1, pull it back: their loss estimates the divergence of the
-model from what it was before training. No other data is needed. Half of the words are replies to
+A model that trains only on a few conversations forgets other things that it knows. Rows of its own
+words, sampled at temperature 1, pull it back: their loss estimates how far the model has diverged
+from the model before training. No other data is needed. Half of the words are replies to
 general prompts of the package, and half are texts without a prompt.
 """
 
@@ -32,13 +32,13 @@ from nanochat.tokenizer import Rendered
 from nanochat.train.fit.memory import reachable
 from nanochat.train.flags import Auto
 
-VERSION = 1  # part of the key of the words; change it together with what is sampled
+VERSION = 1  # part of the key of the own words; raise it when the sampling changes
 TOKENS = 32_768  # of own words, which a long run reads several times
 LONGEST_TEXT = 256  # tokens of a text or a reply
 SLOTS = 16  # texts that are sampled together
-EVERY = 4  # by default, one row in so many is the model's own
-# Tokens of data above which the default is none: such data has a variety of its own, and the few own
-# words would be read again and again.
+EVERY = 4  # by default, one row in 4 is the model's own
+# With more tokens of data than this, the default is no own words: such data is varied enough, and
+# the few own words would be repeated many times.
 MOST_DATA = 1_000_000
 NOT_OWN = 1.0  # stands for the reference of a token of the data; no log-probability is above 0
 # In nats: the pull on a token stops growing once the model finds it this much more likely.
@@ -47,10 +47,11 @@ MEMORY_SHARE = 0.8  # of the device's memory, which the whole model may take whi
 
 
 def check_replay(every: int | Auto, loss: str, base: Base, compute: Compute) -> None:
-    """Raise UserError (exit code 2) if one row in `every` cannot be the model's own; 0: none is.
+    """Raise UserError (exit code 2) if one row in `every` cannot be the model's own words.
 
-    The whole model must fit one device to write its words, and DPO (`loss` is "dpo") has pairs of
-    answers only. "auto" leaves such rows out where they cannot be.
+    The whole model must fit one device to write its words, and with DPO (`loss` is "dpo") rows hold
+    only pairs of answers. 0 and "auto" are always accepted: "auto" leaves own words out where they
+    are impossible.
     """
     if every == "auto" or every == 0:
         return
@@ -85,9 +86,9 @@ def check_replay(every: int | Auto, loss: str, base: Base, compute: Compute) -> 
 
 
 def resolve_every(every: int | Auto, loss: str, rows: Rows, has_room: bool) -> int:
-    """Return the number of rows of which one is the model's own; 0: none is.
+    """Return N if one row in N is to be the model's own, or 0 if no row is.
 
-    It is `every`, unless that is "auto". `has_room` is what has_room() returned when the run began.
+    N is `every`, unless that is "auto". `has_room` is what has_room() returned when the run began.
     """
     if every != "auto":
         return every
@@ -160,7 +161,7 @@ def anchored_loss(
     log_ratio = -losses - references
     capped = log_ratio.clamp_max(LARGEST)
     ratio = capped.exp()
-    # Beyond the cap, the loss goes on as a straight line, so that the pull stays as it is there.
+    # Beyond the cap, the loss continues as a straight line, so that the pull stays constant.
     divergence = ratio - 1 - log_ratio + ratio.detach() * (log_ratio - capped)
     return torch.where(references == NOT_OWN, losses, divergence).sum()
 
@@ -195,9 +196,10 @@ def add_references(
 
 
 def with_own_words(rows: Rows, every: int, base: Base, seed: int, compute: Compute) -> AnchoredRows:
-    """Return `rows` with one row in `every` from the model's own words, which are made if needed.
+    """Return `rows` mixed with the model's own words, which fill one row in `every`.
 
-    Every rank calls this before the weights of the trained model are loaded.
+    The model writes them now, unless they are on the disk already. Every rank must call this before
+    the weights of the trained model are loaded.
     """
     key = f"own words {VERSION} {base.identity} {TOKENS} {seed} {rows.row_tokens}"
     longest = min(LONGEST_TEXT, rows.row_tokens)

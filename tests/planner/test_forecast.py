@@ -1,8 +1,12 @@
 """The forecast of a step's memory, against what torch allocates when such a step really runs."""
 
 import itertools
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +153,27 @@ def test_one_process_makes_several_forecasts_and_stops_at_the_first_that_fails()
     assert [next(memories), next(memories)] == [forecast(adapter), forecast(full)]
     with pytest.raises(UserError, match="no_such_proj"):
         next(memories)
+
+
+def test_the_process_ends_with_the_last_forecast_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = tmp_path / "python"
+    endless.write_text('#!/bin/sh\necho \'{"state": 1, "peak": 2}\'\nexec sleep 1000\n')
+    endless.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(endless))
+    processes = []
+
+    class Watched(subprocess.Popen[str]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            processes.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Watched)
+    memories = forecasts([Tuning(QWEN3, None)] * 2)
+    assert next(memories) == Memory(1, 2)
+    del memories
+    assert [process.returncode for process in processes] == [-signal.SIGKILL]
 
 
 def test_a_step_that_cannot_run_is_named() -> None:

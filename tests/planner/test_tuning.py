@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,10 @@ def size(asked: Tuning) -> Memory:
     state = (8 if asked.lora else 100) // (asked.ranks if asked.shard == "full" else 1)
     kept = 1 if asked.checkpoint_activations else 4
     return Memory(state, state + kept * asked.rows * asked.shape.sequence_len // 64)
+
+
+def sizes(tunings: Sequence[Tuning]) -> Iterator[Memory]:
+    return map(size, tunings)
 
 
 def test_what_changes_the_result_comes_last() -> None:
@@ -71,15 +77,15 @@ def test_a_host_has_no_other_memory_to_move_inputs_to() -> None:
     ],
 )
 def test_the_first_setting_that_fits_is_named(budget: float, flags: str) -> None:
-    fits = nearest(FULL, budget, size)
+    fits = nearest(FULL, budget, sizes)
     assert fits is not None and flags_of(fits) == flags
-    error = refusal(FULL, size(FULL), budget, size)
+    error = refusal(FULL, size(FULL), budget, sizes)
     assert error.exit_code == 2 and str(error).endswith(f"The nearest setting that fits: {flags}")
 
 
 def test_where_nothing_fits_that_is_said() -> None:
-    assert nearest(FULL, 1, size) is None
-    assert "No setting of one row and 256 tokens fits" in str(refusal(FULL, size(FULL), 1, size))
+    assert nearest(FULL, 1, sizes) is None
+    assert "No setting of one row and 256 tokens fits" in str(refusal(FULL, size(FULL), 1, sizes))
 
 
 def test_a_step_that_does_not_fit_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +99,8 @@ def test_a_step_that_does_not_fit_is_refused_before_weights_are_read(monkeypatch
     monkeypatch.setattr(tuning, "reachable", lambda compute: 15 * 2**20)
     words = r"20\.0 MiB of each card.* 13\.5 MiB .*: --device_batch_size=1 "
     with pytest.raises(UserError, match=words):
-        check_fits(asked, model, compute, told)
-    check_fits(replace(asked, rows=1), model, compute, told)
+        check_fits(asked, model, compute, partial(map, told))
+    check_fits(replace(asked, rows=1), model, compute, partial(map, told))
 
 
 def test_what_surely_fits_is_not_forecast() -> None:
@@ -103,7 +109,7 @@ def test_what_surely_fits_is_not_forecast() -> None:
     def never(one: Tuning) -> Memory:
         raise AssertionError("takes seconds for nothing")
 
-    check_fits(Tuning(SHAPE, None), on_meta(SHAPE, compute), compute, never)
+    check_fits(Tuning(SHAPE, None), on_meta(SHAPE, compute), compute, partial(map, never))
 
 
 @pytest.mark.slow

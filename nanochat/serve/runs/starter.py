@@ -54,7 +54,7 @@ class Starter:
     def start(self, start: Start) -> None:
         """Start a run.
 
-        Raises ApiError (409) if the run goes on already, or if as many runs go on as may.
+        Raises ApiError (409) if this run, or the largest number of runs, is running already.
         """
         self._collect()
         run = start.run
@@ -103,7 +103,7 @@ class Starter:
         if started is not None and started.alive and started.stopping:
             return  # a second signal could end its launcher before the ranks have saved
         if started is None or not record.ask_to_stop(started):
-            text = "the page stops only runs that it has started and that still go on"
+            text = "the page stops only runs that it has started and that are still running"
             raise ApiError(409, "not_running", text)
         record.write(run.folder, dataclasses.replace(started, stopping=True))
 
@@ -138,7 +138,7 @@ class Starter:
         return {"from": place, "next": place + len(data), "size": size, "text": text}
 
     def _running(self) -> set[Path]:
-        """Return the folders of the runs that the page has started and that go on.
+        """Return the folders of the runs that the page has started and that are still running.
 
         Ranks whose launcher is dead count too: they hold the lock on the log.
         """
