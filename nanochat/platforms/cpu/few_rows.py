@@ -40,8 +40,9 @@ def use_few_rows(model: nn.Module, kernels: Kernels) -> None:
     """Let every fp32 matrix of a model whose `multiply` is unused multiply a few rows faster."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        is_matrix = hasattr(module, "multiply") and isinstance(weight, nn.Parameter)
-        if not is_matrix or not weight.numel() or weight.dtype != torch.float32:
+        if not hasattr(module, "multiply") or not isinstance(weight, nn.Parameter):
+            continue
+        if not weight.numel() or weight.dtype != torch.float32:
             continue
         if cast(Any, module).multiply is None:
             cast(Any, module).multiply = FewRows(kernels)
