@@ -20,7 +20,6 @@ FEWEST_STEPS = 10  # fewer losses than this say little
 # Settings that make a run another experiment; a run that differs in others has a mistake to find.
 IDENTITY = ("corpus", "family", "depth", "max_seq_len", "num_iterations", "total_batch_size")
 COARSE = ("int8", "fp8")  # values of --matmul that are number formats of their own
-UPDATED_HEAD = 2  # the step whose loss shows the first update
 MEASURED = "cpu"  # the device whose tolerances were measured; those of others are predicted
 
 
@@ -188,7 +187,7 @@ def compare(run: Trained, golden: Golden, goldens: Goldens) -> Verdict:
         return Verdict(**about, first_wrong=None, causes=tuple(causes))
     first = wrong[0]
     if not causes:
-        causes = _likely_causes(run, golden, first, worst, goldens.factor_elsewhere)
+        causes = _likely_causes(run, golden, worst, goldens.factor_elsewhere)
     return Verdict(
         **about,
         first_wrong=first,
@@ -229,14 +228,11 @@ def changed_settings(settings: Mapping[str, Any], golden: Mapping[str, Any]) -> 
     ]
 
 
-def _likely_causes(
-    run: Trained, golden: Golden, first: int, worst: float, factor: float
-) -> list[str]:
+def _likely_causes(run: Trained, golden: Golden, worst: float, factor: float) -> list[str]:
     """Return what may make a run leave the golden losses although its settings are the same.
 
-    The layers begin as zero: step 1 has a gradient of the head alone, which depends on the data and
-    the initial parameters. The loss of step 2 shows the head's update, and the gradient of step 2
-    is the first that depends on attention.
+    The layers begin nearly without effect, so that the gradient of step 1 depends on the data and
+    the initial parameters, and hardly on attention or learning rates.
     """
     causes = []
     finer = golden.tolerance(run.number_format, run.device_type, factor)
@@ -252,29 +248,19 @@ def _likely_causes(
     allowed = golden.gradient_tolerances[run.number_format]
     if run.device_type != MEASURED:
         allowed *= factor
-    wrong_gradients = [
-        step
-        for step, (line, norm) in enumerate(
-            zip(run.metrics, golden.grad_norms, strict=False), start=1
-        )
-        if abs((line.get("grad_norm") or math.inf) / norm - 1) > allowed
-    ]
-    if 1 in wrong_gradients:
+    measured = run.metrics[0].get("grad_norm") or math.inf
+    if abs(measured / golden.grad_norms[0] - 1) > allowed:
         causes.append(
             tr(
                 "the gradient of step 1 differs, before any update: another seed, other or damaged "
                 "data, a stale tokenizer, or other initial parameters"
             )
         )
-    elif first > UPDATED_HEAD and wrong_gradients:
-        causes.append(
-            tr(
-                "the first update is right, and the gradient of step 2 differs: an attention mask, "
-                "or a broken kernel"
-            )
-        )
     else:
         causes.append(
-            tr("the first gradients are right: learning rates, their schedule, or the optimizer")
+            tr(
+                "the gradient of step 1 is right, and so are the data, the tokenizer and the "
+                "initial parameters: learning rates, the optimizer, an attention mask, or a kernel"
+            )
         )
     return causes

@@ -87,7 +87,7 @@ def test_another_setting_is_a_cause_even_where_the_losses_agree() -> None:
     assert not verdict.right and len(verdict.causes) == 2
 
 
-def test_the_first_gradients_tell_data_from_passes_and_optimizer() -> None:
+def test_the_first_gradient_tells_data_from_passes_and_optimizer() -> None:
     causes = [
         judged(run).causes
         for run in (
@@ -97,7 +97,7 @@ def test_the_first_gradients_tell_data_from_passes_and_optimizer() -> None:
             a_run({4: 0.5}, grad_norms=(0.6, 0.6)),
         )
     ]
-    assert causes[0] == causes[1] and len({*causes}) == 3
+    assert causes[0] == causes[1] == causes[2] != causes[3]
     rounded = judged(a_run({4: 5e-3})).causes
     assert "bfloat16" in rounded[0]
 
@@ -219,7 +219,7 @@ def test_a_run_with_a_mistake_fails(trained: Any, monkeypatch: pytest.MonkeyPatc
     mistake(monkeypatch)
     verdict = trained(plain=True)
     assert verdict.first_wrong is not None, check.report(verdict)
-    assert MISTAKES[mistake] in verdict.causes[0], check.report(verdict)
+    assert any(MISTAKES[mistake] in cause for cause in verdict.causes), check.report(verdict)
 
 
 @pytest.mark.slow
