@@ -5,8 +5,8 @@
 #   rustbpe-*-abi3-*.whl      rustbpe for this machine's architecture, and every Python from 3.10 on
 #   rustbpe-*.tar.gz          rustbpe's source, from which pip builds a wheel where there is none for the architecture
 #
-# It needs cargo, and the packages of the group `build` in the Python that `python` names. Everything is built in a copy
-# of the tree without files that git ignores, so that nothing left over from earlier builds gets into a wheel.
+# It needs cargo, and the packages of the group `build` in the Python that `python` names. nanochat is built in a copy of
+# the tree without files that git ignores, so that nothing left over from earlier builds gets into its wheel.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p "${1:-dist}"
@@ -14,12 +14,12 @@ folder=$(cd "${1:-dist}" && pwd)
 
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-git ls-files -z --cached --others --exclude-standard -- pyproject.toml LICENSE README.md nanochat scripts tasks rustbpe |
+git ls-files -z --cached --others --exclude-standard -- pyproject.toml LICENSE README.md nanochat scripts tasks |
     tar --null --ignore-failed-read -cf - -T - | tar -xf - -C "$copy"
 
 python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$folder" "$copy"
 
-export CARGO_TARGET_DIR=$PWD/rustbpe/target # what is compiled already is not compiled again
-python -m maturin build --release --locked --features abi3 --manifest-path "$copy/rustbpe/Cargo.toml" --out "$folder"
-python -m maturin sdist --manifest-path "$copy/rustbpe/Cargo.toml" --out "$folder"
+rust=(--manifest-path rustbpe/Cargo.toml --out "$folder")
+python -m maturin build --release --locked --features abi3 "${rust[@]}"
+python -m maturin sdist "${rust[@]}"
 ls -l "$folder"

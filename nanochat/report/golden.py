@@ -31,10 +31,10 @@ class Golden:
     vocabulary: int  # entries of the tokenizer, which is trained on the corpus
     flags: tuple[str, ...]  # of scripts.base_train
     settings: dict[str, Any] = field(repr=False)  # all that decides what a run learns, by name
-    first_grad_norm: float  # of step 1, before any update
+    grad_norms: tuple[float, ...]  # of steps 1 and 2
     losses: tuple[float, ...] = field(repr=False)  # of step 1, 2, ...; nats per token, in fp32
     tolerances: dict[str, float]  # number format -> largest difference of a loss, in nats
-    gradient_tolerances: dict[str, float]  # the same, as a fraction of first_grad_norm
+    gradient_tolerances: dict[str, float]  # the same, as a fraction of a norm
     end: dict[str, Any] = field(default_factory=dict)  # figures of the last step over seeds
 
     def tolerance(self, number_format: str, device_type: str, factor: float) -> float:
@@ -112,7 +112,8 @@ def load(path: Path = FILE) -> Goldens:
     content = read_json(path)
     runs = {}
     for name, values in content["runs"].items():
-        values = {**values, "flags": tuple(values["flags"]), "losses": tuple(values["losses"])}
+        for field_name in ("flags", "grad_norms", "losses"):
+            values[field_name] = tuple(values[field_name])
         runs[name] = Golden(name, **values)
     return Goldens(runs, content["elsewhere"]["factor"])
 
@@ -230,8 +231,8 @@ def changed_settings(settings: Mapping[str, Any], golden: Mapping[str, Any]) -> 
 def _likely_causes(run: Trained, golden: Golden, worst: float, factor: float) -> list[str]:
     """Return what may make a run leave the golden losses although its settings are the same.
 
-    The norm of the first gradient tells the two halves of a step apart, since it depends on the
-    data, the initial parameters and the passes, but not on the optimizer.
+    The layers begin nearly without effect, so that the gradient of step 1 depends on the data and
+    the initial parameters, and hardly on attention or learning rates.
     """
     causes = []
     finer = golden.tolerance(run.number_format, run.device_type, factor)
@@ -244,26 +245,22 @@ def _likely_causes(run: Trained, golden: Golden, worst: float, factor: float) ->
                 format=run.number_format,
             )
         )
-    measured = run.metrics[0].get("grad_norm") or math.inf
     allowed = golden.gradient_tolerances[run.number_format]
     if run.device_type != MEASURED:
         allowed *= factor
-    off = abs(measured - golden.first_grad_norm) / golden.first_grad_norm
-    if off > allowed:
+    measured = run.metrics[0].get("grad_norm") or math.inf
+    if abs(measured / golden.grad_norms[0] - 1) > allowed:
         causes.append(
             tr(
-                "the first gradient differs too ({grad_norm:.5f} instead of {golden:.5f}), before "
-                "any update: another seed, other or damaged data, a stale tokenizer, an attention "
-                "mask, or a broken kernel",
-                grad_norm=measured,
-                golden=golden.first_grad_norm,
+                "the gradient of step 1 differs, before any update: another seed, other or damaged "
+                "data, a stale tokenizer, or other initial parameters"
             )
         )
     else:
         causes.append(
             tr(
-                "the first gradient is right, so the data, the tokenizer and the passes are: "
-                "learning rates, their schedule, or the optimizer"
+                "the gradient of step 1 is right, and so are the data, the tokenizer and the "
+                "initial parameters: learning rates, the optimizer, an attention mask, or a kernel"
             )
         )
     return causes
