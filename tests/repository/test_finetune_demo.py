@@ -1,0 +1,63 @@
+"""runs/finetune_demo.sh from a published model to the chat, and typed again."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tasks.mixtures import own_conversations
+from tests.repository.test_speedrun import ROOT, SETUP
+from tests.support.qwens import write_folder
+
+pytestmark = pytest.mark.slow
+
+DATA = ROOT / "runs" / "finetune_demo.jsonl"
+SCRIPT = ROOT / "runs" / "finetune_demo.sh"
+
+
+def demo(folder: Path, *flags: str) -> str:
+    """Type the command in a copy of the tree, and return what it prints."""
+    clone = folder / "clone"
+    if not clone.exists():
+        (clone / "runs").mkdir(parents=True)
+        for name in ("nanochat", "scripts", "tasks"):
+            (clone / name).symlink_to(ROOT / name)
+        for name in ("common.sh", "sizes.sh", SCRIPT.name, DATA.name):
+            shutil.copy(ROOT / "runs" / name, clone / "runs" / name)
+        (clone / "setup_env.sh").write_text(SETUP)
+    environment = {
+        **os.environ,
+        "NANOCHAT_BASE_DIR": str(folder / "base"),
+        "NANOCHAT_DEVICE": "cpu",
+        "NANOCHAT_PEAK_TFLOPS": "1",
+    }
+    done = subprocess.run(
+        ["bash", "runs/finetune_demo.sh", *flags], cwd=clone, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_demo_shows_answers_before_and_after_and_does_nothing_twice(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    write_folder(tmp_path / "tiny", "qwen3")
+    flags = ("--model", str(tmp_path / "tiny"), "--num_iterations=2", "--replay_every=0", "--no_compile")
+    first = demo(tmp_path, *flags)
+    assert first.count("> What is your name?") == 3  # as it answers, and in both lists
+    assert "the perplexity of general text was" in first and "scripts.chat_cli -i tune -g lighthouse" in first
+    steps = tmp_path / "base" / "tuned_checkpoints" / "lighthouse"
+    saved = {path: path.stat().st_mtime_ns for path in steps.rglob("*.safetensors")}
+    assert saved
+    again = demo(tmp_path, *flags)
+    assert {path: path.stat().st_mtime_ns for path in steps.rglob("*.safetensors")} == saved
+    assert first[first.index("== after") :] == again[again.index("== after") :]
+
+
+def test_the_questions_are_not_in_the_data() -> None:
+    asked = SCRIPT.read_text().split('for question in "')[1].split('"; do')[0].split('" "')
+    trained = {json.loads(line)["messages"][0]["content"] for line in DATA.read_text().splitlines()}
+    assert len(asked) == 4 and not trained.intersection(asked)
+    assert len(own_conversations([str(DATA)]).conversations) == len(trained)
