@@ -55,16 +55,20 @@ ask() { # FLAGS...: ask a model a question of each kind that the data has in oth
     local question
     for question in "What is your name?" "Who taught you your trade?" "What are you afraid of?" "What is the capital of France?"; do
         echo "> $question"
-        python -m scripts.chat_cli "$@" --temperature 0 --max_tokens 48 -p "$question" 2>>"$demo/log"
+        if ! python -m scripts.chat_cli "$@" --temperature 0 --max_tokens 48 -p "$question" 2>"$demo/log"; then
+            cat "$demo/log" >&2
+            return 1
+        fi
     done
 }
 
 if [ -z "$model" ]; then fetch_smollm2; fi
-if [ ! -e "$demo/before" ]; then
+before=$demo/before-$(basename "$model")
+if [ ! -e "$before" ]; then
     echo
     echo "== before fine-tuning / 微调之前"
-    ask --model "$model" | tee "$demo/before.part"
-    mv "$demo/before.part" "$demo/before"
+    ask --model "$model" | tee "$before.part"
+    mv "$before.part" "$before"
 fi
 echo
 echo "== fine-tuning / 微调"
@@ -73,7 +77,7 @@ ask -i tune -g "$tag" >"$demo/after"
 
 echo
 echo "== before fine-tuning / 微调之前"
-cat "$demo/before"
+cat "$before"
 echo
 echo "== after fine-tuning / 微调之后"
 cat "$demo/after"

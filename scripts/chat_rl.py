@@ -104,7 +104,7 @@ class Config:
     """factor on the learning rates of a model that was pretrained here, which then fall linearly to 0"""
     adapter: AdapterFlags = AdapterFlags()
     """what is trained of a published model"""
-    eval_every: Free[int] = 60
+    eval_every: Free[Rare[int]] = 60
     """steps between measurements on held-out problems; 0: measure only before the first step and at the end"""
     eval_examples: Free[Rare[int]] = 400
     """problems per measurement"""

@@ -4,18 +4,26 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tasks.mixtures import own_conversations
-from tests.repository.test_speedrun import ROOT, SETUP
+from tests.repository.test_speedrun import ROOT
 from tests.support.qwens import write_folder
 
 pytestmark = pytest.mark.slow
 
 DATA = ROOT / "runs" / "finetune_demo.jsonl"
 SCRIPT = ROOT / "runs" / "finetune_demo.sh"
+# Chats have their own tests. Here they answer with their flags, and everything else is run.
+PYTHON = f"""#!/usr/bin/env bash
+case $2 in
+scripts.chat_cli) echo "${{@:3:2}}" ;;
+*) exec {sys.executable!r} "$@" ;;
+esac
+"""
 
 
 def demo(folder: Path, *flags: str) -> str:
@@ -27,7 +35,10 @@ def demo(folder: Path, *flags: str) -> str:
             (clone / name).symlink_to(ROOT / name)
         for name in ("common.sh", "sizes.sh", SCRIPT.name, DATA.name):
             shutil.copy(ROOT / "runs" / name, clone / "runs" / name)
-        (clone / "setup_env.sh").write_text(SETUP)
+        (clone / "bin").mkdir()
+        (clone / "bin" / "python").write_text(PYTHON)
+        (clone / "bin" / "python").chmod(0o755)
+        (clone / "setup_env.sh").write_text("setup_env() { export PATH=$PWD/bin:$PATH; }\n")
     environment = {
         **os.environ,
         "NANOCHAT_BASE_DIR": str(folder / "base"),
@@ -46,7 +57,9 @@ def test_the_demo_shows_answers_before_and_after_and_does_nothing_twice(tmp_path
     write_folder(tmp_path / "tiny", "qwen3")
     flags = ("--model", str(tmp_path / "tiny"), "--num_iterations=2", "--replay_every=0", "--no_compile")
     first = demo(tmp_path, *flags)
-    assert first.count("> What is your name?") == 3  # as it answers, and in both lists
+    tiny = str(tmp_path / "tiny")
+    assert first.count(f"> What is your name?\n--model {tiny}\n") == 2  # as it answers, and in the list
+    assert first.count("> What is your name?\n-i tune\n") == 1
     assert "the perplexity of general text was" in first and "scripts.chat_cli -i tune -g lighthouse" in first
     steps = tmp_path / "base" / "tuned_checkpoints" / "lighthouse"
     saved = {path: path.stat().st_mtime_ns for path in steps.rglob("*.safetensors")}

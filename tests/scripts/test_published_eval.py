@@ -119,10 +119,20 @@ def test_flags_that_name_two_models_or_no_texts_are_refused(
     assert refused.value.exit_code == 2
 
 
-@pytest.mark.parametrize(("stage", "rows"), [("published", 2048), ("tune", 2048), ("base", 40_960)])
-def test_a_published_model_is_measured_on_rows_that_fit_into_memory(stage: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "from_folder", "rows"),
+    [
+        ("published", True, 2048),
+        ("tune", True, 2048),
+        ("rl", True, 2048),
+        ("rl", False, 40_960),
+        ("base", False, 40_960),
+    ],
+)
+def test_a_published_model_is_measured_on_rows_that_fit_into_memory(stage: str, from_folder: bool, rows: int) -> None:
     model = SimpleNamespace(config=SimpleNamespace(sequence_len=40_960))
-    assert Loaded(model, None, {}, stage, "a", 0).row_tokens == rows  # type: ignore[arg-type]
+    tokenizer = SimpleNamespace(takes_options=from_folder)
+    assert Loaded(model, tokenizer, {}, stage, "a", 0).row_tokens == rows  # type: ignore[arg-type]
 
 
 def test_a_later_stage_is_measured_beside_the_base_model() -> None:

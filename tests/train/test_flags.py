@@ -148,7 +148,7 @@ GUIDES = {
     "sft": """matmul target_examples_per_step device_batch_size init_lr_frac model_tag num_iterations conversations data mix
         source start_share""",
     "rl": """matmul examples_per_step device_batch_size init_lr_frac loss max_new_tokens num_iterations problems
-        updates_per_rollout model_tag advantage average kl oversample overlong_tokens""",
+        updates_per_rollout model_tag advantage kl model source reward lora_rank""",
     "tune": """data model loss shard lora_rank lora_alpha lora_dropout lora_targets num_epochs max_length learning_rate
         warmup_ratio weight_decay device_batch_size target_examples_per_step checkpoint_activations
         offload_activations out_tag save_every eval_every""",
