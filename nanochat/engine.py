@@ -397,13 +397,15 @@ class Engine:
     def _prefill(self, budget: int) -> bool:
         """Read up to `budget` tokens of prompts in slot order, and return whether there were any.
 
-        The last token of a prompt is not read.
+        A prompt that is much shorter than the first one may pass it. The last token of a prompt is
+        not read.
         """
         read_before = self.prompt_tokens_read
         while budget > 0:
             first = self._slots.ready()
             if first == self._slots.active:
                 break
+            self._slots.shortest_first(first)
             self._share(first)
             if not self._slots.running[first].prefilling:
                 continue

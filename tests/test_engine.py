@@ -148,6 +148,30 @@ def test_a_prompt_longer_than_a_chunk_is_read_between_steps_of_others(model):
         assert replies[number].tokens == recomputed(model, asked[number], GREEDY).tokens
 
 
+def test_short_prompts_pass_a_long_one_which_waits_at_most_as_long_again(model):
+    """A short chat waited until all of a long prompt was read. Here one comes in every step."""
+    long, *short = prompts([150, *[12] * 40], seed=9)
+    engine = Engine(model, TOKENIZER, slots=3, prefill_tokens=16)
+    asked = {engine.submit(long, GREEDY): (long, GREEDY)}
+    engine.step()
+    (first,) = asked
+    replies = {first: Completion()}
+    quick = Sampling(temperature=0.0, max_tokens=2)
+    while not replies[first].tokens:
+        prompt = short.pop()
+        number = engine.submit(prompt, quick)
+        asked[number], replies[number] = (prompt, quick), Completion()
+        for event in engine.step():
+            replies[event.request].add(event)
+    begun = [number for number, reply in replies.items() if reply.tokens]
+    assert 10 < len(begun) < 20 and len(asked) <= 2 + (149 + 150) / 16 + 2
+    while engine.busy:
+        for event in engine.step():
+            replies[event.request].add(event)
+    for number, (prompt, sampling) in asked.items():
+        assert replies[number].tokens == recomputed(model, prompt, sampling).tokens
+
+
 # --- sampling ------------------------------------------------------------------------------------
 
 

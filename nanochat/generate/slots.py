@@ -61,6 +61,7 @@ class Request:
     # How many tokens the longest common beginning with another request has, if states are saved.
     branch: int = 0
     last_used: int = 0  # when the slot was last used, for eviction
+    let_pass: int = 0  # tokens of shorter prompts that were read before this one
 
     @property
     def prefilling(self) -> bool:
@@ -69,6 +70,11 @@ class Request:
         The last prompt token is left to the first decoding pass.
         """
         return self.cached < self.prompt_length - 1
+
+    @property
+    def unread(self) -> int:
+        """The number of prompt tokens that are still to be read, without the last one."""
+        return max(self.prompt_length - 1 - self.cached, 0)
 
     @property
     def generated(self) -> int:
@@ -403,6 +409,20 @@ class Slots:
         request = self.requests[source]
         self.requests[target] = request
         self.cache.copy(source, target, 0 if request is None else request.cached)
+
+    def shortest_first(self, first: int) -> None:
+        """Let the shortest prompt from slot `first` on, which is to be read next, be read first.
+
+        The prompt that waits for it waits at most for as many tokens as it has itself, and for none
+        that save less than half of its wait, since exchanging slots copies what they hold.
+        """
+        waiting = self.running[first:]
+        shortest = min(waiting, key=lambda request: request.unread)
+        gives_way = waiting[0]
+        let_pass = gives_way.let_pass + shortest.unread
+        if 2 * shortest.unread < gives_way.unread and let_pass <= gives_way.prompt_length:
+            gives_way.let_pass = let_pass
+            self._swap(first, first + waiting.index(shortest))
 
     def _swap(self, slot: int, other: int) -> None:
         """Exchange the contents of two slots, the first of which is not empty."""
