@@ -272,7 +272,7 @@ class Qwen(nn.Module):
         c = self.config
         weights = dict(self.named_parameters())
         weights["head"] = self.head.weight
-        shapes = {**matrix_shapes(self), "head": self.head.shape}
+        shapes: dict[str, tuple[int, ...]] = {**matrix_shapes(self), "head": self.head.shape}
         for name, module in self.named_modules():
             if isinstance(module, Router):
                 shapes[f"{name}.weight"] = tuple(module.weight.shape)
