@@ -55,7 +55,7 @@ def test_the_shipped_forecasts_are_of_the_current_shapes_and_settings() -> None:
 
 def test_forecasts_of_other_shapes_are_not_used(tmp_path: Path) -> None:
     content = json.loads(recipes.PATH.read_text(encoding="utf-8"))
-    content["shapes"]["Qwen3-0.6B"]["n_layer"] += 1
+    content["shapes"]["Qwen3-4B"]["n_layer"] += 1
     path = tmp_path / "recipes.json"
     path.write_text(json.dumps(content), encoding="utf-8")
     assert recipes.read(path) == {}
