@@ -61,6 +61,11 @@ def test_4_bits_below_no_adapter_are_refused(models: Path) -> None:
         config(models, base_bits=4, lora_rank=0)
 
 
+def test_experts_in_4_bits_are_refused(models: Path, base: Path) -> None:
+    with pytest.raises(UserError, match="cannot hold the experts of qwen3-moe"):
+        finetune.train(config(models, "qwen3-moe", base_bits=4), on_cpu())
+
+
 def a_run(compute: Compute, models: Path, flags: dict[str, Any]) -> None:
     finetune.train(config(models, **flags), compute)
 

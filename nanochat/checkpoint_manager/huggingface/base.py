@@ -13,6 +13,7 @@ from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.huggingface.folders import published_folder
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_weights, qwen_on_meta
+from nanochat.common import UserError, tr
 from nanochat.device import Compute
 from nanochat.models.lora import LoraConfig, add_adapters, first_values
 from nanochat.models.nf4 import BITS, hold_in_nf4, nf4_entries
@@ -75,11 +76,21 @@ def open_base(
 
     Rows have `sequence_len` tokens or, if that is None, fill the model's context. With `lora`, the
     model gets adapters and is otherwise frozen, with its matrices in the compute dtype or, if `bits`
-    is 4, in NF4. Without it, all parameters are trained in fp32. Raises UserError if files are missing, damaged, unsupported
-    or do not fit each other, or if rows are longer than the context.
+    is 4, in NF4. Without it, all parameters are trained in fp32. Raises UserError if files are
+    missing, damaged, unsupported or do not fit each other, if rows are longer than the context, or
+    if a model with experts is to be held in 4 bits.
     """
     folder = published_folder(folder)
     config = read_config(folder)
+    if bits == BITS and "E" in config.mlps:
+        raise UserError(
+            tr(
+                "--base_bits=4 cannot hold the experts of {name}, where most of its weights are. "
+                "Leave the flag out, and share the model among devices with --shard=full",
+                name=folder.name,
+            ),
+            2,
+        )
     tokenizer = FolderTokenizer(folder, config.vocab_size)
     model = _on_meta(folder, sequence_len, lora, bits, compute)
     about: dict[str, Any] = {"model": asdict(config)}
