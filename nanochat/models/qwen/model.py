@@ -256,7 +256,7 @@ class Qwen(nn.Module):
         c = self.config
         weights = dict(self.named_parameters())
         weights["head"] = self.head.weight
-        shapes = {**matrix_shapes(self), "head": self.head.shape}
+        shapes: dict[str, tuple[int, ...]] = {**matrix_shapes(self), "head": self.head.shape}
         for name, adapter in adapted(self):
             shapes[f"{name}.lora_A.weight"] = adapter.first.weight.shape
             shapes[f"{name}.lora_B.weight"] = adapter.second.weight.shape
