@@ -67,6 +67,7 @@ TABLE = {
     "sft": Row("sft"),
     "sft mean": Row("sft", {"start_share": 0.5}),
     "finetune lora": Row("tune", {"lora_rank": 4, "lora_dropout": 0.1}),
+    "finetune lora 4 bits": Row("tune", {"lora_rank": 4, "base_bits": 4, "family": "qwen3.5"}),
     "finetune lora own words": Row("tune", {"lora_rank": 4, "replay_every": 2}),
     "finetune full": Row("tune", {"lora_rank": 0}),
     "finetune recomputed": Row("tune", {"lora_rank": 0, "offload_activations": True}),
