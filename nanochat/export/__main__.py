@@ -28,8 +28,7 @@ class Config:
     """Folder to create, or the file with --format gguf. It must not exist yet."""
     format: Literal["huggingface", "gguf"] = "huggingface"
     """huggingface: a folder that transformers, and vLLM for Qwen and Llama, load without a network.
-    gguf: one file for llama.cpp, of a Qwen or Llama model only, and beside it a Modelfile for
-    Ollama."""
+    gguf: one file for llama.cpp, of a Qwen or Llama model only, with a Modelfile for Ollama."""
     source: Literal["base", "mid", "sft", "rl", "tune"] | None = None
     """Stage of the model. Default: the latest one, in the order rl > sft > mid > base > tune."""
     model_tag: str | None = None
@@ -48,8 +47,7 @@ class Config:
     Its weights are dequantised."""
     dtype: Literal["float32", "bfloat16", "float16", "q8_0"] = "float32"
     """Number format of the weights. bfloat16 and float16 halve the size.
-    q8_0, with --format gguf only, stores matrices in blocks of 8-bit integers, which take little
-    more than a quarter of it."""
+    q8_0, for --format gguf, stores matrices as 8-bit integers: about a quarter of the size."""
 
 
 def load(cfg: Config) -> Loaded:

@@ -102,7 +102,7 @@ def report(verdict: Verdict) -> str:
         golden=verdict.golden,
         steps=verdict.steps,
         format=verdict.number_format,
-        device=verdict.device_type,
+        device=verdict.device_kind,
         tolerance=verdict.tolerance,
     )
     if verdict.predicted:

@@ -37,7 +37,7 @@ class Golden:
     gradient_tolerances: dict[str, float]  # the same, as a fraction of a norm
     end: dict[str, Any] = field(default_factory=dict)  # figures of the last step over seeds
 
-    def tolerance(self, number_format: str, device_type: str, factor: float) -> float:
+    def tolerance(self, number_format: str, device_kind: str, factor: float) -> float:
         """Return the largest difference of a loss that counts as rounding, in nats.
 
         On devices other than CPUs the tolerance is predicted: the measured one times `factor`.
@@ -54,7 +54,7 @@ class Golden:
                 2,
             )
         measured = self.tolerances[number_format]
-        return measured if device_type == MEASURED else measured * factor
+        return measured if device_kind == MEASURED else measured * factor
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Trained:
 
     settings: dict[str, Any]
     number_format: str  # float32, bfloat16, float16, or a value of COARSE
-    device_type: str
+    device_kind: str
     metrics: list[dict[str, Any]] = field(repr=False)
 
 
@@ -86,7 +86,7 @@ class Verdict:
 
     golden: str
     number_format: str
-    device_type: str
+    device_kind: str
     tolerance: float  # nats per token
     steps: int  # that were compared
     worst_step: int
@@ -104,7 +104,7 @@ class Verdict:
     @property
     def predicted(self) -> bool:
         """Whether the tolerance is predicted for this device, rather than measured on it."""
-        return self.device_type != MEASURED
+        return self.device_kind != MEASURED
 
 
 def load(path: Path = FILE) -> Goldens:
@@ -166,7 +166,7 @@ def compare(run: Trained, golden: Golden, goldens: Goldens) -> Verdict:
     Raises UserError (exit code 2) if the run has fewer than ten losses to compare, or if its number
     format has no tolerance.
     """
-    tolerance = golden.tolerance(run.number_format, run.device_type, goldens.factor_elsewhere)
+    tolerance = golden.tolerance(run.number_format, run.device_kind, goldens.factor_elsewhere)
     losses = _first_losses(run.metrics, len(golden.losses))
     differences = [
         abs(loss - expected) for loss, expected in zip(losses, golden.losses, strict=False)
@@ -176,7 +176,7 @@ def compare(run: Trained, golden: Golden, goldens: Goldens) -> Verdict:
     about = {
         "golden": golden.name,
         "number_format": run.number_format,
-        "device_type": run.device_type,
+        "device_kind": run.device_kind,
         "tolerance": tolerance,
         "steps": len(differences),
         "worst_step": differences.index(worst) + 1,
@@ -235,7 +235,7 @@ def _likely_causes(run: Trained, golden: Golden, worst: float, factor: float) ->
     the initial parameters, and hardly on attention or learning rates.
     """
     causes = []
-    finer = golden.tolerance(run.number_format, run.device_type, factor)
+    finer = golden.tolerance(run.number_format, run.device_kind, factor)
     coarser = [name for name, value in golden.tolerances.items() if finer < worst <= value * factor]
     if coarser:
         causes.append(
@@ -246,7 +246,7 @@ def _likely_causes(run: Trained, golden: Golden, worst: float, factor: float) ->
             )
         )
     allowed = golden.gradient_tolerances[run.number_format]
-    if run.device_type != MEASURED:
+    if run.device_kind != MEASURED:
         allowed *= factor
     measured = run.metrics[0].get("grad_norm") or math.inf
     if abs(measured / golden.grad_norms[0] - 1) > allowed:

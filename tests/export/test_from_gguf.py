@@ -79,7 +79,7 @@ def test_the_marks_of_llama_3(tmp_path: Path) -> None:
     metadata |= {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.bos_token_id": 300, "tokenizer.chat_template": LLAMA3,
                  "tokenizer.ggml.eos_token_id": 301}  # fmt: skip
     del metadata["tokenizer.ggml.add_bos_token"], metadata["tokenizer.ggml.eot_token_id"]
-    write(tmp_path / "3.gguf", metadata, list(llama.tensors(model, torch.float32)))
+    write(tmp_path / "3.gguf", metadata, list(llama.tensors(model, "float32")))
     convert(tmp_path / "3.gguf", tmp_path / "out", "float32")
     tokenizer = FolderTokenizer(tmp_path / "out", 320)
     assert tokenizer.adds_bos and tokenizer.bos == 300
@@ -91,7 +91,7 @@ def test_the_marks_of_llama_3(tmp_path: Path) -> None:
 def a_file(path: Path, **metadata: Any) -> Path:
     """A GGUF file of one tensor that is no model."""
     values = {"general.architecture": "llama", **{name.replace("__", "."): value for name, value in metadata.items()}}
-    write(path, values, [PlannedTensor("x.weight", (2, 2), torch.float32, lambda: torch.ones(2, 2))])
+    write(path, values, [PlannedTensor("x.weight", (2, 2), "float32", lambda: torch.ones(2, 2))])
     return path
 
 

@@ -195,6 +195,8 @@ def test_flops_follow_from_the_shape() -> None:
         "head": 512 * 64,
         "trained": 2 * 8 * 1024,
         "total": 2 * 36_864 + 512 * 64 + 2 * (2 * 64 + 2 * 32) + 64,  # and norms, two of them of heads
+        "active": 2 * 36_864,
+        "active_trained": 2 * 8 * 1024,
     }
     again = {"checkpoint_activations": True}
     assert tuning_speed.matmul_flops(adapter) == 4 * 73_728 + 4 * 32_768 + 6 * 16_384

@@ -272,6 +272,6 @@ def test_an_emulated_npu_passes_within_the_predicted_tolerance(world_folder: Pat
     environment.pop("NANOCHAT_DEVICE", None)
     subprocess.run([sys.executable, *emulator, *command, *flags], env=environment, cwd=ROOT, check=True)
     run = read_run(world_folder / "base_checkpoints" / "npu")
-    assert run.device_type == "npu" and run.number_format == "bfloat16"
+    assert run.device_kind == "npu" and run.number_format == "bfloat16"
     verdict = compare(run, golden_of(run, load()), load())
     assert verdict.right and verdict.predicted, check.report(verdict)

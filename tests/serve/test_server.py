@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from nanochat import __version__
 from nanochat.data.conversation import Part
 from nanochat.serve.app import ASSETS, PAGES
 from nanochat.serve.listening import HEADERS, host_allowed
@@ -114,7 +115,8 @@ def test_models_and_health(client):
     defaults = {"temperature": 0.6, "min_p": 0.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}
     assert model["defaults"] == {**defaults, "max_tokens": 512}
     eventually(lambda: client.get("/health").json()["free_slots"] == 4)
-    assert client.get("/health").json() == {"status": "ok", "slots": 4, "free_slots": 4, "chats": 0}
+    expected = {"status": "ok", "version": __version__, "slots": 4, "free_slots": 4, "chats": 0}
+    assert client.get("/health").json() == expected
 
 
 # --- what does not fit ---------------------------------------------------------------------------

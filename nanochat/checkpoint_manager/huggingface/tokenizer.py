@@ -241,9 +241,8 @@ class FolderTokenizer:
     def _read_stops(self) -> frozenset[int]:
         """Return the tokens that end a reply, according to the publisher.
 
-        They are the eos tokens of generation_config.json, else config.json, that of
-        tokenizer_config.json, and the special tokens that ENDS_OF_TURN names. Raises UserError if
-        there are none.
+        They are those of generation_config.json, else config.json, of tokenizer_config.json and of
+        ENDS_OF_TURN. Raises UserError if there are none.
         """
         listed: Any = []
         for name in ("config.json", "generation_config.json"):
@@ -251,9 +250,8 @@ class FolderTokenizer:
         if not isinstance(listed, list):
             listed = [listed]
         # Tokens beyond the embedding are left out, because the model cannot choose them.
-        stops = {
-            token for token in listed if isinstance(token, int) and 0 <= token < self.vocab_size
-        }
+        known = range(self.vocab_size)
+        stops = {token for token in listed if isinstance(token, int) and token in known}
         ends_of_turn = [self._specials.get(spelling) for spelling in ENDS_OF_TURN]
         for token in (self.named("eos_token"), *ends_of_turn):
             if token is not None:
@@ -515,8 +513,7 @@ class FolderTokenizer:
 
     @cached_property
     def _replaced_pattern(self) -> re.Pattern[str]:
-        longest_first = sorted(self._replaced, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)))
+        return re.compile("|".join(map(re.escape, sorted(self._replaced, key=len, reverse=True))))
 
     def _safe(self, text: str) -> str:
         """Return `text` with an index between OPEN and CLOSE in place of each text in _replaced."""

@@ -12,5 +12,4 @@ gradients.py    registers the functions for training with autograd
 products.py     multiplies in training, in the format of the activations or in 8 bits
 int8.py         makes a GPT train with 8-bit products
 decoding.py     computes masked attention as matrix products
-few_rows.py     multiplies a few rows with fp32 matrices in decoding
 """

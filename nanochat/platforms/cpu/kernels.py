@@ -34,7 +34,6 @@ HEADERS = (
     "attention.h",
     "attention_fp32.h",
     "int8.h",
-    "rows.h",
 )
 # Sums may be reordered so that they can be vectorized. Flags that change the rounding of the whole
 # process are not used.
@@ -174,9 +173,6 @@ class Kernels:
                 function.argtypes = argument_types(pointers, sizes, numbers)
                 function.restype = c_bool if name in CHECKED else None
                 self._functions[name, dtype] = function
-        self._multiply_rows = library.multiply_fp32
-        self._multiply_rows.argtypes = argument_types(3, 3, 0)
-        self._multiply_rows.restype = None
         # These exist only if the processor has AVX512-BF16.
         self._multiply = getattr(library, "multiply_bf16", None)
         if self._multiply is not None:
@@ -348,20 +344,6 @@ class Kernels:
         rows = x.numel() // inputs
         y = x.new_empty(*x.shape[:-1], outputs)
         self._multiply(x.data_ptr(), pointer, y.data_ptr(), rows, outputs, inputs)  # type: ignore[misc]
-        return y
-
-    def multiply_rows(
-        self,
-        x: Tensor,  # (..., inputs) fp32
-        weight: Tensor,  # (outputs, inputs) fp32
-    ) -> Tensor:  # (..., outputs)
-        """Return x times the transposed matrix, on one thread; this suits a few rows."""
-        x = x.contiguous()
-        weight = weight.contiguous()
-        outputs, inputs = weight.shape
-        y = x.new_empty(*x.shape[:-1], outputs)
-        rows = x.numel() // inputs
-        self._multiply_rows(x.data_ptr(), weight.data_ptr(), y.data_ptr(), rows, outputs, inputs)
         return y
 
     # --- small operators -------------------------------------------------------------------------

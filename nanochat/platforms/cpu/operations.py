@@ -21,7 +21,6 @@ from nanochat.platforms import host
 from nanochat.platforms.blocked_attention import BlockedAttention
 from nanochat.platforms.cpu import gradients
 from nanochat.platforms.cpu.decoding import by_products, one_query
-from nanochat.platforms.cpu.few_rows import use_few_rows
 from nanochat.platforms.cpu.gradients import Product8, Trained
 from nanochat.platforms.cpu.kernels import BLOCK, EPSILON, SUFFIXES, Kernels, kernels
 from nanochat.platforms.cpu.training import training
@@ -211,16 +210,14 @@ class CpuOperations(Operations):
 
         If oneDNN supports bf16 here, bf16 matrices are stored in its layout. A single row is then
         multiplied in half the time, at the speed of memory, with the same result up to rounding.
-        fp32 matrices keep their layout (few_rows.py), because in oneDNN's layout their rounding would
-        depend on how many rows are multiplied together.
+        fp32 matrices stay unchanged, because in oneDNN's layout their rounding would depend on how
+        many rows are multiplied together.
         """
         self._kernels = self._library
         for module in model.modules():
             settle = getattr(module, "settle", None)
             if settle is not None:
                 settle()
-        if self._kernels is not None:
-            use_few_rows(model, self._kernels)
         if not torch.backends.mkldnn.is_available():
             return
         if not torch.ops.mkldnn._is_mkldnn_bf16_supported():

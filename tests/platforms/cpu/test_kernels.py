@@ -18,7 +18,6 @@ from nanochat.generate.sampling import Sampling
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms import host
 from nanochat.platforms.cpu import kernels as module
-from nanochat.platforms.cpu.few_rows import FewRows
 from nanochat.platforms.cpu.kernels import Kernels, compiler, kernels
 from nanochat.platforms.cpu.operations import CpuOperations, _Packed
 from nanochat.platforms.cpu.platform import Cpu
@@ -82,27 +81,6 @@ def test_heads_are_normed_and_rotated(made: Kernels, dtype: torch.dtype, size: i
     assert near(made.turn(x, weight, cos[:1], sin[:1], 1e-6, 1.5), wanted(x, cos[:1], sin[:1]))  # one row for all
     spread = draw(2, 5, 3, size, dtype=dtype).transpose(1, 2)[:, :, :4]  # heads that do not lie side by side
     assert near(made.turn(spread, weight, cos, sin, 1e-6, 1.5), wanted(spread, cos, sin))
-
-
-@pytest.mark.parametrize("inputs", [64, 100])  # with and without a rest of a vector
-def test_a_few_fp32_rows_are_multiplied_as_each_row_alone(made: Kernels, inputs: int) -> None:
-    x, weight = draw(5, inputs, dtype=torch.float32), draw(37, inputs, dtype=torch.float32, seed=2)
-    together = made.multiply_rows(x[None], weight)
-    assert near(together, (x.double() @ weight.double().mT)[None])
-    for row in range(5):
-        assert torch.equal(made.multiply_rows(x[row], weight), together[0, row])
-
-
-def test_fp32_matrices_of_a_served_model_multiply_a_few_rows_by_the_kernel() -> None:
-    operations = CpuOperations()
-    model = tiny_qwen("llama3", operations=operations)
-    idx = torch.randint(300, (3, 1), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        before = model(idx)
-        operations.serve(model)
-        assert isinstance(model.blocks[0].mlp.down_proj.multiply, FewRows)
-        torch.testing.assert_close(model(idx), before, atol=1e-4, rtol=1e-5)
-        assert all(torch.equal(model(idx[row : row + 1])[0], model(idx)[row]) for row in range(3))
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from nanochat import __version__
 from nanochat.runtime.samples import Sample, keep_samples
 from nanochat.runtime.trackers.jsonl import Jsonl, describe_run
 from nanochat.serve.app import create_runs_app
@@ -122,7 +123,7 @@ def test_the_page_comes_with_its_headers_at_both_addresses(client):
         assert page.status_code == 200 and "assets/runs/runs.js" in page.text
         assert "default-src 'none'" in page.headers["content-security-policy"]
     assert client.get("/assets/runs/runs.js").headers["content-type"].startswith("text/javascript")
-    assert client.get("/health").json() == {"status": "ok"}
+    assert client.get("/health").json() == {"status": "ok", "version": __version__}
     assert client.get("/v1/models").status_code == 404
 
 

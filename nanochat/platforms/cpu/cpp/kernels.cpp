@@ -6,7 +6,6 @@
 // kernels.py compiles this file and documents the arguments.
 
 #include "common.h"
-#include "rows.h"
 #ifdef __AVX512BF16__
 #include "products.h"
 #endif
@@ -278,10 +277,6 @@ bool loss(T *x, const int64_t *targets, const float *weights, float *losses, int
 }
 
 }  // namespace
-
-extern "C" void multiply_fp32(const float *x, const float *w, float *y, int64_t rows, int64_t outputs, int64_t inputs) {
-    multiply(x, w, y, rows, outputs, inputs);
-}
 
 #ifdef __AVX512BF16__
 extern "C" void multiply_bf16(const bf16 *x, const bf16 *w, bf16 *y, int64_t rows, int64_t outputs, int64_t inputs) {
