@@ -90,6 +90,11 @@ COUNTS = {
 }
 
 
+# One rounding to bf16 may choose another expert, or change a DeltaNet's memory from there on.
+MAGNIFIERS = ("qwen3.5", "qwen3-moe")
+MAGNIFYING = 2.5
+
+
 # --- models --------------------------------------------------------------------------------------
 
 
@@ -215,8 +220,7 @@ def check_classes(family: str, dtype: torch.dtype, operations: Operations, devic
         is_model = not name
         exact = called(in_fp64(plain_modules[name]), tuple(map(as_fp64, args)))
         for i, (result, same_format, reference) in enumerate(zip(actual, in_format, exact, strict=True)):
-            # One rounding to bf16 may choose another expert, or change a DeltaNet's memory from there on.
-            slack = 1.5 if dtype == torch.float32 else 2.5
+            slack = MAGNIFYING if dtype == torch.bfloat16 and family in MAGNIFIERS else 1.5
             allowed = max(1.5 * error if is_model else error, slack * distance(same_format, reference))
             if reference.numel() < 16:  # of few numbers, the distance is chance
                 if is_model and dtype == torch.bfloat16:

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat import schedule
+from nanochat import dataloader, schedule
 from nanochat.attention import PlainAttention
 from nanochat.common import UserError
 from nanochat.data.tinyworld import world
+from nanochat.gpt import GPT
 from nanochat.linear import Linear
 from nanochat.report import __main__ as report_command
 from nanochat.report import check, golden
@@ -156,7 +157,7 @@ def trained(world_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_right_run_passes(trained: Any, dtype: torch.dtype) -> None:
     verdict = trained(dtype, device_batch_size=4)
     assert verdict.right, check.report(verdict)
@@ -175,6 +176,16 @@ def no_mask(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PlainAttention, "causal", sees_the_future)
 
 
+def short_mask(patch: pytest.MonkeyPatch) -> None:
+    right = PlainAttention.attend
+
+    def sees_too_little(self: PlainAttention, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None,
+                        ) -> Tensor:  # fmt: skip
+        return right(self, q, k, v, min(window, 192), scale)
+
+    patch.setattr(PlainAttention, "attend", sees_too_little)
+
+
 def in_bf16(patch: pytest.MonkeyPatch) -> None:
     def rounded(self: Linear, input: Tensor) -> Tensor:
         return F.linear(input.bfloat16(), self.weight.bfloat16()).to(input.dtype)
@@ -182,10 +193,23 @@ def in_bf16(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Linear, "forward", rounded)
 
 
+def other_parameters(patch: pytest.MonkeyPatch) -> None:
+    right = GPT.init_weights
+    patch.setattr(GPT, "init_weights", lambda self, seed: right(self, seed + 1))
+
+
+def other_order(patch: pytest.MonkeyPatch) -> None:
+    right = dataloader.split_rows
+    patch.setattr(dataloader, "split_rows", lambda *words: right(*words[:4], *(seed + 1 for seed in words[4:])))
+
+
 MISTAKES = {  # and a word of the likely cause
     wrong_rate: "learning rates",
     no_mask: "attention mask",
+    short_mask: "attention mask",
     in_bf16: "bfloat16",
+    other_parameters: "seed",
+    other_order: "seed",
 }
 
 
