@@ -21,7 +21,7 @@ from nanochat.checkpoint_manager.huggingface.peft_settings import (
 from nanochat.checkpoint_manager.tensors import write_tensors
 from nanochat.common import UserError, log, tr, write_json
 from nanochat.device import Compute
-from nanochat.linear import Linear, matrix_shapes
+from nanochat.linear import Linear
 from nanochat.models.lora import (
     STACKS,
     Adapter,
@@ -309,8 +309,7 @@ def _parameter_shapes(model: Qwen) -> dict[str, tuple[int, ...]]:
 
     The weights that are empty while a model is served count with the shapes of their matrices.
     """
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    shapes |= matrix_shapes(model)
+    shapes = model.parameter_shapes()
     for name, module in model.named_modules():
         if isinstance(module, Vocabulary):
             shapes[f"{name}.weight"] = module.shape

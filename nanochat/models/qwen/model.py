@@ -227,14 +227,14 @@ class Qwen(nn.Module):
         x = self.hidden(idx, context)
         return logits_or_loss(self.head, x, targets, reduction, weights, context)
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each parameter, by name; a matrix counts while its weight is empty."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
         return shapes | matrix_shapes(self)
 
     def parameter_roles(self) -> dict[str, Role]:
         """Return the role of each parameter, by name; optim.py has settings for every role."""
-        return {name: _role(name, len(shape)) for name, shape in self._shapes().items()}
+        return {name: _role(name, len(shape)) for name, shape in self.parameter_shapes().items()}
 
     def parameter_counts(self) -> dict[str, int]:
         """Return the number of parameters by role, with three sums: `total`, `active`, `scaling`.
@@ -243,7 +243,7 @@ class Qwen(nn.Module):
         counts the matrices and the head, as scaling laws do.
         """
         counts: dict[str, int] = {}
-        for name, shape in self._shapes().items():
+        for name, shape in self.parameter_shapes().items():
             role = _role(name, len(shape))
             counts[role] = counts.get(role, 0) + math.prod(shape)
         counts["total"] = sum(counts.values())
