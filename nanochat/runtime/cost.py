@@ -18,7 +18,8 @@ from types import FrameType
 from nanochat.common import UserError, base_dir, read_json, write_json
 
 EVERY_SECONDS = 0.5  # the shortest time between two samples
-SHARE = 0.005  # the largest share of the time to spend on samples, each of which walks all pages
+# The largest share of a long run's time to spend on samples, each of which walks all pages.
+SHARE = 0.005
 WRITE_SECONDS = 5.0  # the time between updates of the file, so that a kill loses little
 
 
@@ -157,8 +158,12 @@ def measure(name: str, command: list[str]) -> int:
 
 
 def _sample_until_end(process: subprocess.Popen[bytes], costs: _Costs) -> None:
-    """Sample a process and write its costs regularly until it ends."""
-    written_at = time.monotonic()
+    """Sample a process and write its costs regularly until it ends.
+
+    The intervals at most double, so that a command that ends soon is sampled several times.
+    """
+    start = time.monotonic()
+    written_at = start
     while process.poll() is None:
         sampling_start = time.thread_time()
         costs.sample(process.pid)
@@ -167,7 +172,8 @@ def _sample_until_end(process: subprocess.Popen[bytes], costs: _Costs) -> None:
             costs.write()
         sampling_seconds = time.thread_time() - sampling_start
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(EVERY_SECONDS, sampling_seconds / SHARE))
+            elapsed = time.monotonic() - start
+            process.wait(max(EVERY_SECONDS, min(elapsed, sampling_seconds / SHARE)))
 
 
 def main(words: list[str]) -> int:

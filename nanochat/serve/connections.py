@@ -273,6 +273,20 @@ class Requests(h11.Connection):
         return event
 
 
+    def send(self, event: Any) -> bytes | None:
+        """Return the bytes of an event; an answer before the end of the body announces the close.
+
+        Otherwise clients would send the next request on a connection that is about to close. h11
+        is not told, since uvicorn would then close at once, and the client might lose the answer.
+        """
+        data = super().send(event)
+        if not isinstance(event, h11.Response) or self.their_state is not h11.SEND_BODY:
+            return data
+        head = (data or b"").removesuffix(b"\r\n")
+        said = b"\r\nconnection: close\r\n" in head.lower()
+        return head + (b"\r\n" if said else b"connection: close\r\n\r\n")
+
+
 class Connection(H11Protocol):
     """A uvicorn connection with deadlines.
 

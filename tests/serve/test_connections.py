@@ -35,6 +35,18 @@ def test_a_client_that_reads_only_after_its_whole_body_is_told_why_it_was_refuse
         assert until_closed(client).startswith(b"HTTP/1.1 413")
 
 
+def test_an_answer_that_comes_before_the_body_announces_that_the_connection_closes() -> None:
+    with running(FakeEngine()) as url, connect(url) as client:
+        client.sendall(head("/nowhere", content_length=2))
+        answer = client.recv(65536)
+        client.sendall(b"{}")
+        assert until_closed(client) == b""
+        client.close()
+        kept = httpx.get(f"{url}/health")
+    assert answer.startswith(b"HTTP/1.1 404") and answer.count(b"\r\nconnection: close\r\n") == 1
+    assert "connection" not in kept.headers
+
+
 def test_a_warning_is_repeated_only_after_a_while(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
