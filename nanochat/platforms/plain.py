@@ -110,8 +110,8 @@ class Host(Platform):
             return ""
         name = dtype_name(dtype)
         return tr(
-            "8-bit matrices are faster only where a CPU computes in bfloat16, and this one "
-            "computes in {name}",
+            "8-bit matrices are faster only where a CPU computes in bfloat16, or in fp32 with "
+            "AVX2 and the C++ kernels, and this one computes in {name}",
             name=name,
         )
 

@@ -11,5 +11,7 @@ training.py     calls the functions for training
 gradients.py    registers the functions for training with autograd
 products.py     multiplies in training, in the format of the activations or in 8 bits
 int8.py         makes a GPT train with 8-bit products
+stored.py       stores the matrices of a model that is served, in oneDNN's layout or in panels
+panels.py       multiplies fp32 activations by matrices of fp32, bf16 or 8-bit numbers
 decoding.py     computes masked attention as matrix products
 """

@@ -29,6 +29,7 @@ TRAINING = CPP / "training.cpp"
 # The headers that the two sources include.
 HEADERS = (
     "common.h",
+    "panels.h",
     "products.h",
     "tiles.h",
     "attention.h",
@@ -50,7 +51,9 @@ FLAGS = (
     "-ffp-contract=fast",
 )
 BLOCK = 64  # outputs of a matrix whose weights are stored together, as in products.h
-SECONDS = 120  # time limit for compiling
+PANEL = 16  # the same in panels.h
+PANELS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}  # formats of weights
+SECONDS = 300  # time limit for compiling, which takes a few seconds on an idle host
 # The number of pointers, sizes and fp32 numbers that each function takes, in this order. The first
 # size is the number of threads that the function may use.
 FUNCTIONS = {
@@ -149,7 +152,9 @@ def library_of(folder: Path, source: Path) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(compiled(folder, command, source)))
     except (OSError, subprocess.SubprocessError) as failure:
-        output = getattr(failure, "stderr", None) or str(failure)
+        output = getattr(failure, "stderr", None)
+        if not output or isinstance(failure, subprocess.TimeoutExpired):
+            output = str(failure)
         first_line = output.strip().partition("\n")[0]
         warn(tr("small operators stay torch's own, which are slower: {why}", why=first_line))
         return None
@@ -173,6 +178,12 @@ class Kernels:
                 function.argtypes = argument_types(pointers, sizes, numbers)
                 function.restype = c_bool if name in CHECKED else None
                 self._functions[name, dtype] = function
+        self._panels: dict[torch.dtype, Any] = {}
+        for dtype, suffix in PANELS.items():
+            function = getattr(library, f"panels_{suffix}")
+            function.argtypes = argument_types(4, 4, 0)
+            function.restype = None
+            self._panels[dtype] = function
         # These exist only if the processor has AVX512-BF16.
         self._multiply = getattr(library, "multiply_bf16", None)
         if self._multiply is not None:
@@ -344,6 +355,29 @@ class Kernels:
         rows = x.numel() // inputs
         y = x.new_empty(*x.shape[:-1], outputs)
         self._multiply(x.data_ptr(), pointer, y.data_ptr(), rows, outputs, inputs)  # type: ignore[misc]
+        return y
+
+    def multiply_panels(
+        self,
+        x: Tensor,  # (..., inputs) fp32
+        panels: Tensor,  # (outputs / 16, inputs, 16) fp32, bf16 or int8
+        scales: Tensor | None,  # (outputs,) fp32, a factor for each output
+        outputs: int,  # at most those of the panels
+    ) -> Tensor:  # (..., outputs) fp32
+        """Return x times the transposed matrix that Panels stores."""
+        x = x.contiguous()
+        inputs = x.size(-1)
+        y = x.new_empty(*x.shape[:-1], outputs)
+        self._panels[panels.dtype](
+            x.data_ptr(),
+            panels.data_ptr(),
+            None if scales is None else scales.data_ptr(),
+            y.data_ptr(),
+            torch.get_num_threads(),
+            x.numel() // inputs,
+            outputs,
+            inputs,
+        )
         return y
 
     # --- small operators -------------------------------------------------------------------------

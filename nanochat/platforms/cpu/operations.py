@@ -4,9 +4,9 @@ Shapes: B batch, T time, H heads, D head dimension, C channels.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard, cast
+from typing import TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from nanochat.common import base_dir, tr
-from nanochat.gpt import Head
 from nanochat.linear import Linear
 from nanochat.loss import HIDDEN, SOFTCAP, chunked_loss, token_weights
 from nanochat.platforms import host
@@ -22,66 +21,19 @@ from nanochat.platforms.blocked_attention import BlockedAttention
 from nanochat.platforms.cpu import gradients
 from nanochat.platforms.cpu.decoding import by_products, one_query
 from nanochat.platforms.cpu.gradients import Product8, Trained
-from nanochat.platforms.cpu.kernels import BLOCK, EPSILON, SUFFIXES, Kernels, kernels
+from nanochat.platforms.cpu.kernels import EPSILON, SUFFIXES, Kernels, kernels
+from nanochat.platforms.cpu.panels import Panels
+from nanochat.platforms.cpu.stored import Packed, store, store_int8
 from nanochat.platforms.cpu.training import training
 from nanochat.platforms.operations import Matrices, Operations, multiplied
-from nanochat.platforms.together import empty_weight
 
 # In decoding, two products are faster than torch's operator if rows times keys are at least the
 # first number, and if all keys have at most the second number of elements.
 DECODED_KEYS = 256
 DECODED_NUMBERS = 1 << 24
-# The most rows that our own loop multiplies with a matrix faster than oneDNN does, on one thread.
-FEW_ROWS = 32
 MEASURED = {"avx512f", "avx2"}  # features of processors on which kernels beat torch's compiler
 LOGIT_ROWS = 256  # with fewer, rounding the head to 8 bits takes longer than it saves
 MANY_QUERIES = 9  # with as many queries in a row, laying out keys and values again pays off
-
-
-class _Packed:
-    """Multiplies by a bf16 matrix that is stored in oneDNN's layout.
-
-    `rows` returns rows (..., inputs) of the matrix by their numbers (...). It is None if the layout
-    is not known.
-    """
-
-    def __init__(
-        self,
-        weight: Tensor,  # (outputs, inputs)
-        kernels: Kernels | None,
-        compared: set[torch.Size] | None = None,  # collects shapes whose layout is as expected
-    ):
-        weight = weight.detach()
-        compared = set() if compared is None else compared
-        self._shape = weight.shape
-        self._kernels = kernels
-        self._multiply = torch.ops.mkldnn._linear_pointwise.default
-        self._laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
-        self._place: int | None = None
-        if kernels is not None:
-            compare = weight.shape not in compared
-            self._place = kernels.reads(self._laid_out, weight.contiguous(), compare)
-        self.rows: Callable[[Tensor], Tensor] | None = None
-        if self._place is not None:
-            compared.add(weight.shape)
-            self._pairs = Kernels.pairs(self._place, weight.shape)
-            self.rows = self._rows
-
-    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Return x (..., inputs) times the transposed matrix.
-
-        This is the `multiply` hook of a Linear; `weight` is ignored.
-        """
-        outputs, inputs = self._shape
-        has_few_rows = x.numel() <= FEW_ROWS * inputs
-        if self._place is not None and has_few_rows and torch.get_num_threads() == 1:
-            assert self._kernels is not None
-            return self._kernels.multiply(x, self._place, outputs)
-        return self._multiply(x, self._laid_out, None, "none", [], "")
-
-    def _rows(self, numbers: Tensor) -> Tensor:  # (...) -> (..., inputs)
-        pairs = self._pairs[numbers // BLOCK, :, numbers % BLOCK]
-        return pairs.contiguous().view(torch.bfloat16)
 
 
 class CpuOperations(Operations):
@@ -208,35 +160,24 @@ class CpuOperations(Operations):
     def serve(self, model: nn.Module) -> None:
         """Implement Operations.serve, and let passes without gradients use the C++ kernels, if any.
 
-        If oneDNN supports bf16 here, bf16 matrices are stored in its layout. A single row is then
-        multiplied in half the time, at the speed of memory, with the same result up to rounding.
-        fp32 matrices stay unchanged, because in oneDNN's layout their rounding would depend on how
-        many rows are multiplied together.
+        Matrices are stored in a layout from which a few rows are multiplied at the speed of memory,
+        with the same result up to rounding: Panels for a model that computes in fp32, and oneDNN's
+        layout for bf16 if oneDNN supports bf16 here. oneDNN's layout for fp32 is not used, because
+        its rounding depends on how many rows are multiplied together.
         """
         self._kernels = self._library
         for module in model.modules():
             settle = getattr(module, "settle", None)
             if settle is not None:
                 settle()
-        if not torch.backends.mkldnn.is_available():
-            return
-        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return
-        pack = functools.partial(_Packed, kernels=self._kernels, compared=self._compared)
-        for module in model.modules():
-            join = getattr(module, "join", None)
-            if join is not None:
-                join(pack, torch.bfloat16)
-            if not _can_be_packed(module):
-                continue
-            packed = pack(cast(nn.Parameter, module.weight))
-            cast(Any, module).multiply = packed
-            if isinstance(module, Linear) and not isinstance(module, Head):
-                empty_weight(module)
-            elif hasattr(module, "look_up") and packed.rows is not None:
-                # a table of published models; our own GPT's head reads its weight in losses too
-                cast(Any, module).look_up = packed.rows
-                empty_weight(module)
+        is_fp32 = getattr(model, "dtype", None) == torch.float32
+        if is_fp32 and self._kernels is not None and MEASURED & host.cpu_flags():
+            panels = functools.partial(Panels, self._kernels)
+            store(model, panels, torch.float32)
+            store_int8(model, panels)
+        if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            packed = functools.partial(Packed, kernels=self._kernels, compared=self._compared)
+            store(model, packed, torch.bfloat16)
 
     # --- norms -----------------------------------------------------------------------------------
 
@@ -675,16 +616,6 @@ def _own(matrix: nn.Module) -> TypeGuard[Linear]:
         return False
     is_known = matrix.multiply is None or isinstance(matrix.multiply, Product8)
     return is_known and matrix.adapter is None and not matrix.has_bias
-
-
-def _can_be_packed(module: nn.Module) -> bool:
-    """Return whether a module has a non-empty bf16 weight and an unused `multiply` hook."""
-    if not hasattr(module, "multiply") or module.multiply is not None:
-        return False
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter) or not weight.numel():
-        return False
-    return weight.dtype == torch.bfloat16
 
 
 def _many(q: Tensor, kernels: Kernels) -> bool:  # (B, T, H, D)

@@ -41,6 +41,13 @@ class Cpu(Host):
         operations = operations or self.operations(requested_kernels("auto"))
         return "auto" if int8.kernels_of(operations) is None else "int8"
 
+    def int8_missing(self, dtype: torch.dtype) -> str:
+        """Return "" also if `dtype` is fp32 and C++ kernels multiply by 8-bit numbers here."""
+        multiplies_panels = "avx2" in host.cpu_flags() and host.compiler() is not None
+        if dtype == torch.float32 and multiplies_panels and requested_kernels("auto") != "plain":
+            return ""
+        return super().int8_missing(dtype)
+
     def usual_mfu(self) -> float:
         """Return 0.6 if the host has a C++ compiler and AVX2, or else the default of 0.4.
 

@@ -9,18 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.attention import cache_mask
 from nanochat.common import base_dir
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
+from nanochat.linear import Linear
+from nanochat.models.qwen.int8 import hold_in_int8
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms import host
 from nanochat.platforms.cpu import kernels as module
-from nanochat.platforms.cpu.kernels import Kernels, compiler, kernels
-from nanochat.platforms.cpu.operations import CpuOperations, _Packed
+from nanochat.platforms.cpu.kernels import PANELS, Kernels, compiler, kernels
+from nanochat.platforms.cpu.operations import CpuOperations
+from nanochat.platforms.cpu.panels import Panels
 from nanochat.platforms.cpu.platform import Cpu
+from nanochat.platforms.cpu.stored import Packed
 from nanochat.platforms.layers import accelerate
 from nanochat.platforms.operations import Operations
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
@@ -335,7 +340,7 @@ def test_plain_kernels_use_torchs_operators_and_held_models_have_gradients() -> 
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (128, 96), (320, 1024), (100, 48), (64, 7)])
 def test_few_rows_are_multiplied_with_what_onednn_laid_out(made: Kernels, outputs: int, inputs: int) -> None:
     weight = draw(outputs, inputs, dtype=torch.bfloat16)
-    held = _Packed(weight, made)
+    held = Packed(weight, made)
     fits = "avx512_bf16" in host.cpu_flags() and outputs % 64 == 0 and inputs % 2 == 0
     assert (held._place is not None) == (held.rows is not None) == fits
     if held.rows is not None:
@@ -354,6 +359,51 @@ def test_few_rows_are_multiplied_with_what_onednn_laid_out(made: Kernels, output
         )
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("format", PANELS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (320, 1024), (100, 48), (17, 7), (5, 33)])
+def test_products_with_panels(made: Kernels, format: torch.dtype, outputs: int, inputs: int) -> None:
+    weight, scales = draw(outputs, inputs, dtype=torch.float32), None
+    if format == torch.int8:
+        weight, scales = (40 * weight).round().clamp(-127, 127).to(format), draw(outputs, dtype=torch.float32)
+    elif format == torch.bfloat16:
+        weight = weight.bfloat16().float()
+    stored = Panels(made, weight, scales)
+    assert stored._panels.dtype == format, "weights that are bf16 numbers take two bytes"
+    exact = weight.double() * (1 if scales is None else scales.double()[:, None])
+    numbers = torch.tensor([[0, outputs - 1], [3, 1]])
+    assert torch.equal(stored.rows(numbers), exact.float()[numbers])
+    alone = stored(draw(250, inputs, dtype=torch.float32)[:1])[0]
+    for rows in (1, 2, 3, 4, 6, 7, 8, 13, 97, 250):
+        x = draw(250, inputs, dtype=torch.float32)[:rows, None]
+        y = stored(x)
+        assert near(y, F.linear(x.double(), exact))
+        assert torch.equal(y[0, 0], alone), "a row depends on no other row"
+    assert near(stored(x.transpose(0, 1)[:, :3]), F.linear(x.double(), exact)[:3, 0][None])
+
+
+@pytest.mark.skipif("avx2" not in host.cpu_flags(), reason="panels are used with AVX2")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3.5"])
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_served_fp32_model_multiplies_by_panels(family: str, int8: bool) -> None:
+    plain, served = tiny_qwen(family), tiny_qwen(family)
+    operations = CpuOperations()
+    accelerate(served, operations)
+    if int8:
+        hold_in_int8(plain)
+        hold_in_int8(served)
+    operations.serve(served)
+    idx = torch.arange(40).view(2, 20)
+    with torch.inference_mode():
+        torch.testing.assert_close(served(idx), plain(idx), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(served(idx, idx), plain(idx, idx), rtol=1e-4, atol=1e-4)
+    matrices = [module for module in served.modules() if isinstance(module, Linear) and module.multiply]
+    assert matrices and all(isinstance(module.multiply, Panels) and not module.weight.numel() for module in matrices)
+    assert not served.head.weight.numel(), "the table is in memory once"
+    if not int8:
+        operations.release(served)
+        assert served.head.weight.shape == plain.head.weight.shape
 
 
 @pytest.mark.parametrize("tied", [0, 1])

@@ -99,13 +99,19 @@ struct Team {
 
 inline const Team team;
 
+// Calls work(first, last). Only this function contains the machine code of `work`: a compiler that inlined it twice, for
+// one thread and for several, might order its sums in two ways.
+template <class Work> __attribute__((noinline)) void call_part(const Work &work, int64_t first, int64_t last) {
+    work(first, last);
+}
+
 // Calls work(first, last) for parts of the rows, on at most `threads` threads. Waking a thread pays off for PART
 // numbers.
 template <class Work> void parts(int64_t rows, int64_t numbers, int64_t threads, Work work) {
     constexpr int64_t PART = 1 << 17, MOST = 16;
     const int64_t count = std::min({threads, rows, numbers / PART, MOST});
-    if (count < 2) return work(0, rows);
-    auto part = [&](int64_t i) { work(i * rows / count, (i + 1) * rows / count); };
+    if (count < 2) return call_part(work, 0, rows);
+    auto part = [&](int64_t i) { call_part(work, i * rows / count, (i + 1) * rows / count); };
     if (team.there()) {
         struct Call {
             decltype(part) &one;

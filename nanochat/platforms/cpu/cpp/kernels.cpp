@@ -6,6 +6,7 @@
 // kernels.py compiles this file and documents the arguments.
 
 #include "common.h"
+#include "panels.h"
 #ifdef __AVX512BF16__
 #include "products.h"
 #endif
@@ -333,3 +334,12 @@ BOTH(void, log_total, LOG_TOTAL, (x, y, rows, width, threads))
     (T *x, const int64_t *targets, const float *weights, float *losses, int64_t threads, int64_t rows, int64_t width,  \
      int64_t vocab, float cap)
 BOTH(bool, loss, LOSS, (x, targets, weights, losses, rows, width, vocab, cap, threads))
+
+#define PANELS(W)                                                                                                      \
+    (const float *x, const W *w, const float *scales, float *y, int64_t threads, int64_t rows, int64_t outputs,        \
+     int64_t inputs) {                                                                                                 \
+        panels(x, w, scales, y, threads, rows, outputs, inputs);                                                       \
+    }
+extern "C" void panels_fp32 PANELS(float)
+extern "C" void panels_bf16 PANELS(bf16)
+extern "C" void panels_int8 PANELS(int8_t)
