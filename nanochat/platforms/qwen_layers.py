@@ -189,7 +189,7 @@ class OperatorAttention(Attention):
         c = self.config
         H = c.n_head
         Hkv = c.n_kv_head
-        if c.qk_norm and not c.output_gate and self.joined.plain:  # the fewest operators
+        if not c.output_gate and self.joined.plain:  # the fewest operators
             heads = self.joined.multiply(x).unflatten(2, (H + 2 * Hkv, -1))
             qk, v = heads.split((H + Hkv, Hkv), dim=2)
             q, k = self._turned(qk, rotary).split((H, Hkv), dim=2)
@@ -211,8 +211,9 @@ class OperatorAttention(Attention):
         qk: Tensor,  # (B, T, H + Hkv, D)
         rotary: tuple[Tensor, Tensor],
     ) -> Tensor:  # (B, T, H + Hkv, D)
-        """Return all queries and keys, normalized and rotated."""
-        assert self.norm_weights is not None
+        """Return all queries and keys, normalized if the model norms them, and rotated."""
+        if self.norm_weights is None:
+            return self.rotated(qk, rotary)
         epsilon = self.q_norm.epsilon
         c = self.config
         if self.rotates and c.rotated == c.head_dim:

@@ -60,8 +60,8 @@ class ModelFlags:
     tokenizer.json and safetensors files.
     Or OWNER/NAME, if hf or modelscope has downloaded that model."""
     weights: Literal["auto", "int8"] = "auto"
-    """Number format of the matrices. auto: the same as the computation. int8: half the memory,
-    on a CPU that uses bf16. Not for our own GPT; replies change a little."""
+    """Number format of the matrices on a CPU. auto: that of the model, without a loss.
+    int8: half the memory of bf16. Not for our own GPT; replies change a little."""
     graphs: bool | None = None
     """Replay every decoding step as one captured launch, on an NPU or a GPU. Default: on GPUs.
     An NPU needs TASK_QUEUE_ENABLE=1."""

@@ -416,7 +416,7 @@ class Kernels:
         weight: Tensor | None,  # (H, D) fp32
         cos: Tensor,  # (1 or B, T, 1, R / 2), R <= D
         sin: Tensor,
-        epsilon: float,
+        epsilon: float | None,  # None: x is not normed
         sharpen: float = 1.0,
     ) -> Tensor:  # (B, T, H, D)
         """Return x normed over D, times `weight` and `sharpen`, with the first R channels rotated.
@@ -446,7 +446,7 @@ class Kernels:
             H,
             D,
             half,
-            epsilon,
+            -1.0 if epsilon is None else epsilon,
             sharpen,
         )
         return y

@@ -242,6 +242,13 @@ class CpuOperations(Operations):
 
     # --- heads -----------------------------------------------------------------------------------
 
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Implement Operations.rotary with a C++ kernel in inference."""
+        kernels = self._fast(x, cos)
+        if kernels is None:
+            return super().rotary(x, cos, sin)
+        return kernels.turn(x, None, cos, sin, epsilon=None)
+
     def normed_heads(
         self,
         x: Tensor,  # (B, T, H, D)

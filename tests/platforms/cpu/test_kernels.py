@@ -86,6 +86,8 @@ def test_heads_are_normed_and_rotated(made: Kernels, dtype: torch.dtype, size: i
     assert near(made.turn(x, weight, cos[:1], sin[:1], 1e-6, 1.5), wanted(x, cos[:1], sin[:1]))  # one row for all
     spread = draw(2, 5, 3, size, dtype=dtype).transpose(1, 2)[:, :, :4]  # heads that do not lie side by side
     assert near(made.turn(spread, weight, cos, sin, 1e-6, 1.5), wanted(spread, cos, sin))
+    plain = slow.rotary(x[..., :rotated].double(), cos.double(), sin.double())
+    assert near(made.turn(x, None, cos, sin, None), torch.cat((plain, x[..., rotated:].double()), dim=3))
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -384,7 +386,7 @@ def test_products_with_panels(made: Kernels, format: torch.dtype, outputs: int, 
 
 
 @pytest.mark.skipif("avx2" not in host.cpu_flags(), reason="panels are used with AVX2")
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3.5"])
+@pytest.mark.parametrize("family", ["llama3", "smollm3", "qwen2", "qwen3", "qwen3.5"])
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_served_fp32_model_multiplies_by_panels(family: str, int8: bool) -> None:
     plain, served = tiny_qwen(family), tiny_qwen(family)

@@ -73,9 +73,12 @@ void turn(const T *x, int64_t stride, const float *weight, const T *cos, const T
         std::vector<float> normed(size), factors(GROUP * heads);
         for (int64_t start = begin; start < end; start += GROUP) {
             const int64_t some = std::min(GROUP, end - start);
-            for (int64_t i = 0; i < some * heads; i++)
-                factors[i] = squares(x + (start + i / heads) * stride + i % heads * size, size);
-            inverse_roots(factors.data(), some * heads, size, epsilon);
+            std::fill(factors.begin(), factors.end(), 1.0f);
+            if (epsilon >= 0) {  // otherwise nothing is normed
+                for (int64_t i = 0; i < some * heads; i++)
+                    factors[i] = squares(x + (start + i / heads) * stride + i % heads * size, size);
+                inverse_roots(factors.data(), some * heads, size, epsilon);
+            }
             for (int64_t i = 0; i < some; i++) {
                 const int64_t token = start + i, place = token % turns * half;
                 for (int64_t head = 0; head < heads; head++)

@@ -81,7 +81,7 @@ void some_panels(int64_t rows, int64_t count, const float *x, const W *w, float 
 template <class W>
 void multiply_some(const float *x, const W *w, float *y, int64_t rows, int64_t first, int64_t last, int64_t outputs,
                    int64_t inputs) {
-    const bool widens = sizeof(W) < sizeof(float) && rows > TOGETHER;
+    const bool widens = sizeof(W) < sizeof(float) && rows > CACHED_ROWS / 2;  // storing what is widened pays off
     std::vector<float> wide(widens ? PANEL * inputs : 0);
     for (int64_t start = 0; start < rows; start += CACHED_ROWS) {
         const int64_t end = std::min(rows, start + CACHED_ROWS);
