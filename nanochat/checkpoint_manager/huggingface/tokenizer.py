@@ -6,7 +6,6 @@ It reads tokenizer.json and the chat template, which turns conversations into te
 import json
 import re
 import reprlib
-import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -29,9 +28,7 @@ from nanochat.data.conversation import Conversation, Message, user
 from nanochat.tokenizer import Rendered
 
 FILE_NAME = "tokenizer.json"
-SPM_NAME = (
-    "tokenizer.model"  # the protobuf of SentencePiece, from which tokenizer.json is converted
-)
+SPM_NAME = "tokenizer.model"  # the same vocabulary in SentencePiece's own format
 # The files that a published model may have besides its weights.
 COMPANIONS = (
     FILE_NAME,
@@ -70,15 +67,6 @@ def _message(role: str, text: str) -> dict[str, str]:
     return {"role": role, "content": text}
 
 
-def _conversion(folder: Path) -> str:
-    """Return a shell command that writes tokenizer.json from the file of SentencePiece."""
-    code = (
-        "from transformers import AutoTokenizer as Tokenizer; "
-        f"Tokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
-    )
-    return f"python -c {shlex.quote(code)}"
-
-
 class FolderTokenizer:
     """The tokenizer of a published model, read from the model's folder.
 
@@ -104,12 +92,10 @@ class FolderTokenizer:
             raise UserError(
                 tr(
                     "{folder} has its tokenizer only as {spm_name}, which is not read. Copy the "
-                    "publisher's {file_name} beside it, or write one with transformers and "
-                    "sentencepiece: `{command}`",
+                    "publisher's {file_name} beside it",
                     folder=folder,
                     spm_name=SPM_NAME,
                     file_name=FILE_NAME,
-                    command=_conversion(folder),
                 )
             )
         if not path.is_file():
