@@ -94,6 +94,7 @@ class Tokenizer:
     takes_options = False  # there is no chat template that has variables
     call_format: str | None = None  # a model writes calls of functions as the server tells it
     thought_marks: tuple[str, str] | None = None  # a model of ours does not think before it answers
+    strips_space = False  # decoding keeps a space at the beginning of a text
     sampling: ClassVar[
         Mapping[str, float]
     ] = {}  # a publisher's settings for chats, if there is one
@@ -319,6 +320,17 @@ class Tokenizer:
         if len(text) <= LONGEST_TEXT:
             return self._encoder.encode(text)
         return [token for piece in _pieces(text) for token in self._encoder.encode(piece)]
+
+    def encode_after(self, text: str, mark: bool) -> list[int]:
+        """Return the tokens of a text that follows a special token if `mark`, else other text.
+
+        They are those of encode(); tokenizers of some published models differ.
+        """
+        return self.encode(text)
+
+    def encode_reply(self, text: str) -> list[int]:
+        """Return the tokens of words with which the reply to a prompt begins, as encode() does."""
+        return self.encode(text)
 
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
         """Return the tokens of each text, encoded in parallel by threads that release the GIL.

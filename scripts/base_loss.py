@@ -82,7 +82,7 @@ def sample(loaded: Loaded, max_tokens: int) -> dict[str, str]:
     completions = engine.generate(prompts, Sampling(temperature=0.0, max_tokens=max_tokens))
     continuations = {}
     for prompt, completion in zip(PROMPTS, completions, strict=True):
-        parts = reply_parts(completion.tokens, tokenizer)
+        parts = reply_parts(completion.tokens, tokenizer, continues=True)
         continuations[prompt] = "".join(part.text for part in parts)
     return continuations
 

@@ -281,7 +281,7 @@ def reply(chat: Chat, question: str) -> bool:
     sampling = replace(chat.sampling, seed=chat.sampling.seed + chat.replies)
     request_number = engine.submit(prompt, sampling)
     tokenizer = chat.loaded.tokenizer
-    stream = TextStream(tokenizer)
+    stream = TextStream(tokenizer, tokenizer.strips_space and chat.loaded.stage != "base")
     marks, is_opened, _ = thought_state(prompt, tokenizer)
     thoughts = Thoughts(marks, is_opened) if marks else None
     call = ""

@@ -275,7 +275,7 @@ def _letter_id(tokenizer: Tokenizer, letter: str) -> int:
 
     Raises UserError if the letter is not a single token.
     """
-    ids = tokenizer.encode(letter)
+    ids = tokenizer.encode_reply(letter)
     if len(ids) != 1:
         raise UserError(
             tr(

@@ -128,8 +128,10 @@ class TextStream:
     as a whole.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, strips_space: bool = False):
+        """Begin a reply; with `strips_space`, a space at the beginning of its text is left out."""
         self._tokenizer = tokenizer
+        self._strips_space = strips_space
         # mark -> the kind of part that follows it
         self._marks: dict[int, Kind] = {}
         for role, kind in OPENING_ROLES.items():
@@ -159,6 +161,9 @@ class TextStream:
             return parts
         text = self._decoder.decode(self._tokenizer.decode_bytes([token]))
         if self._kind == "text":
+            if self._strips_space and text:
+                text = text.removeprefix(" ")
+                self._strips_space = False
             return text_parts(text)
         self._call += text
         return []
@@ -175,9 +180,13 @@ def text_parts(text: str) -> list[Part]:
     return [Part("text", text)] if text else []
 
 
-def reply_parts(tokens: Iterable[int], tokenizer: Tokenizer) -> list[Part]:
-    """Return the parts of a whole reply, in order: text, calculator calls and their answers."""
-    stream = TextStream(tokenizer)
+def reply_parts(tokens: Iterable[int], tokenizer: Tokenizer, continues: bool = False) -> list[Part]:
+    """Return the parts of a whole reply, in order: text, calculator calls and their answers.
+
+    If the tokenizer strips the space at the beginning of a text, so does this, unless the reply
+    `continues` the text of its prompt.
+    """
+    stream = TextStream(tokenizer, tokenizer.strips_space and not continues)
     streamed = [piece for token in tokens for piece in stream.push(token)]
     parts: list[Part] = []
     for piece in streamed + stream.flush():

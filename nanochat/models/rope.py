@@ -17,10 +17,11 @@ def rotary_base(config: QwenConfig) -> float:
 
     The base follows from the longest context of the model, not from the length of each text, so
     that the keys in a cache stay valid. Up to `rope_original` tokens it is `rope_theta`. Source:
-    NTK-aware scaling, as in transformers.
+    NTK-aware scaling, as in transformers, which divides by zero if R is 2. There is only the
+    frequency base ** 0 then, for which the base does not matter.
     """
     c = config
-    if c.rope != "dynamic":
+    if c.rope != "dynamic" or c.rotated == 2:
         return c.rope_theta
     longer = max(c.sequence_len / c.rope_original, 1.0)
     growth = c.rope_factor * longer - (c.rope_factor - 1)

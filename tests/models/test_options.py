@@ -1,11 +1,13 @@
 """Every option of the published families against Hugging Face transformers, and against itself."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from nanochat.context import Cached, Packed, Tree
+from nanochat.models.rope import rotary_base
 from tests.models.test_qwen import gradients, recomputed, replies, tokens
 from tests.support.qwens import OPTIONS, VOCABULARY, oracle, tiny_qwen
 from tests.support.tiny_model import on_cpu
@@ -79,3 +81,9 @@ def test_packed_and_branching_texts_are_computed_as_if_alone(option: str) -> Non
     second_way = torch.cat((idx[:, :60], idx[:, 90:]), dim=1)
     torch.testing.assert_close(logits[:90], model(idx[:, :90])[0], atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(logits[90:], model(second_way)[0, 60:], atol=2e-5, rtol=1e-4)
+
+
+def test_two_rotated_channels_have_one_frequency_under_the_dynamic_rule() -> None:
+    """Their only frequency is base ** 0; the formula of the base divides by the number of channels minus two."""
+    config = replace(OPTIONS["llama dynamic"], rotary_dim=2)
+    assert rotary_base(config) == config.rope_theta

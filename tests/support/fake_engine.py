@@ -44,6 +44,7 @@ class ByteTokenizer:
     takes_options: bool = False
     call_format: str | None = None
     thought_marks: tuple[str, str] | None = None
+    strips_space: bool = False
 
     sampling: ClassVar[Mapping[str, float]] = {}
     bos = 256
@@ -61,6 +62,11 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", errors="replace"))
+
+    encode_reply = encode
+
+    def encode_after(self, text: str, mark: bool) -> list[int]:
+        return self.encode(text)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return b"".join(bytes([i]) if i < 256 else ROLES[i - 256].encode() for i in ids)

@@ -76,11 +76,15 @@ EVERY = CONFIGS | OPTIONS
 
 
 def tiny_qwen(
-    family: str, seed: int = 1, dtype: torch.dtype = torch.float32, operations: Operations | None = None
+    family: str,
+    seed: int = 1,
+    dtype: torch.dtype = torch.float32,
+    operations: Operations | None = None,
+    rows: int = VOCABULARY,
 ) -> Qwen:
     """A model whose weights are large enough that every part of it matters, with norms and biases that are not
     trivial."""
-    config = EVERY[family]
+    config = replace(EVERY[family], vocab_size=rows)
     model = families()[family_of(config)].model(config, dtype)
     if operations is not None:
         accelerate(model, operations)
@@ -116,12 +120,14 @@ def oracle(model: Qwen) -> Any:
     return made
 
 
-def write_folder(folder: Path, family: str, seed: int = 1, ends: Sequence[int] = (302, 300)) -> Path:
+def write_folder(
+    folder: Path, family: str, seed: int = 1, ends: Sequence[int] = (302, 300), rows: int = VOCABULARY
+) -> Path:
     """A published model with random weights: config, weights in two files, and a vocabulary with Qwen's marks.
 
     `ends` are the tokens that end a reply.
     """
-    model = tiny_qwen(family, seed)
+    model = tiny_qwen(family, seed, rows=rows)
     names = list(model.state_dict())
     for number, part in enumerate((names[::2], names[1::2]), start=1):
         tensors = {name: model.state_dict()[name].contiguous() for name in part}

@@ -4,11 +4,10 @@ It reads tokenizer.json and the chat template, which turns conversations into te
 """
 
 import json
-import math
 import re
 import reprlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -20,16 +19,20 @@ from nanochat.checkpoint_manager.huggingface import answers
 from nanochat.checkpoint_manager.huggingface.folders import read_object, refuse_pointer
 from nanochat.checkpoint_manager.huggingface.generation import sampling_defaults
 from nanochat.checkpoint_manager.huggingface.quantised import drop_setting
+from nanochat.checkpoint_manager.huggingface.spm import Segment
 from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, Messages, chatml
-from nanochat.common import UserError, fsync_path, read_json, sha256_of, tr
+from nanochat.checkpoint_manager.huggingface.vocabulary import read_vocabulary
+from nanochat.common import UserError, fsync_path, sha256_of, tr
 from nanochat.data.bpe import letters_for_bytes
 from nanochat.data.conversation import Conversation, Message, user
 from nanochat.tokenizer import Rendered
 
 FILE_NAME = "tokenizer.json"
+SPM_NAME = "tokenizer.model"  # the same vocabulary in SentencePiece's own format
 # The files that a published model may have besides its weights.
 COMPANIONS = (
     FILE_NAME,
+    SPM_NAME,
     "tokenizer_config.json",
     "chat_template.jinja",
     "generation_config.json",
@@ -64,53 +67,14 @@ def _message(role: str, text: str) -> dict[str, str]:
     return {"role": role, "content": text}
 
 
-# How many times as long a normalizer may make a text: at some length, the library ends the process.
-MOST_GROWTH = 1000
-# By kind of normalizer; NFKC makes 18 letters of one.
-GROWTH = {
-    "NFC": 3,
-    "NFD": 4,
-    "NFKC": 18,
-    "NFKD": 18,
-    "Lowercase": 3,
-    "Strip": 1,
-    "StripAccents": 1,
-    "Nmt": 1,
-    "BertNormalizer": 4,
-    "ByteLevel": 4,
-    "Precompiled": 18,
-}
-
-
-def _growth(normalizer: Any) -> float:
-    """Return how many times as long a normalizer of tokenizer.json makes a text at most.
-
-    Raises KeyError if its kind is unknown.
-    """
-    if normalizer is None:
-        return 1.0
-    kind = normalizer["type"]
-    if kind == "Sequence":
-        return math.prod(map(_growth, normalizer["normalizers"]))
-    if kind == "Prepend":
-        return 1.0 + len(normalizer["prepend"])
-    if kind == "Replace":
-        # A regular expression may match nothing, between any two letters.
-        replaced = len(normalizer["pattern"].get("String", ""))
-        return max(
-            1.0,
-            len(normalizer["content"]) / replaced if replaced else 1.0 + len(normalizer["content"]),
-        )
-    return float(GROWTH[kind])
-
-
 class FolderTokenizer:
     """The tokenizer of a published model, read from the model's folder.
 
     `vocab_size` is the number of rows of the model's embedding, which is usually larger than the
     vocabulary. `bos` is the token that begins a text: the publisher's own or, for lack of one, the
     token that ends a document or a reply. `adds_bos` says whether the publisher's tokenizer puts
-    `bos` before plain texts. `stops` are the tokens that end a reply.
+    `bos` before plain texts. `stops` are the tokens that end a reply. `strips_space` says whether a
+    text is decoded without the space in front of its first word.
     """
 
     marks_begin = False  # a conversation begins with its template's first token
@@ -124,6 +88,16 @@ class FolderTokenizer:
         if a token has no row in the embedding, or if no token ends a reply.
         """
         path = folder / FILE_NAME
+        if not path.is_file() and (folder / SPM_NAME).is_file():
+            raise UserError(
+                tr(
+                    "{folder} has its tokenizer only as {spm_name}, which is not read. Copy the "
+                    "publisher's {file_name} beside it",
+                    folder=folder,
+                    spm_name=SPM_NAME,
+                    file_name=FILE_NAME,
+                )
+            )
         if not path.is_file():
             raise UserError(
                 tr(
@@ -136,7 +110,13 @@ class FolderTokenizer:
         self.folder = folder
         self.vocab_size = vocab_size
         self.hash = sha256_of(path)
-        self._load(path)
+        vocabulary = read_vocabulary(path)
+        self._tokenizer = vocabulary.tokenizer
+        self._pieces = vocabulary.sentence_pieces
+        self._added = vocabulary.added
+        self._specials = vocabulary.specials
+        longest_first = sorted(self._specials, key=len, reverse=True)
+        self._split = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._last = max(self._tokenizer.get_vocab().values())  # get_vocab() is slow: it copies
         if self._last >= vocab_size:
             raise UserError(
@@ -157,58 +137,9 @@ class FolderTokenizer:
             min(self.stops),
         )
         self.bos = next(token for token in bos_candidates if token is not None)
+        self.strips_space = self._pieces is not None and self._pieces.strips_space
         self.adds_bos = self._tokenizer.encode("").ids == [self.bos]
         self.stops |= {self.bos, self.special("assistant_end")}
-
-    def _load(self, path: Path) -> None:
-        """Load tokenizer.json and its special tokens.
-
-        Raises UserError if the file is damaged or of an unknown kind.
-        """
-        import tokenizers  # not at the top: only published models need it
-
-        content = read_json(path)
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-            added_tokens = content["added_tokens"]
-            self._added = {token["content"]: int(token["id"]) for token in added_tokens}
-            special_texts = {token["content"] for token in added_tokens if token["special"]}
-            kind = content["decoder"]["type"]
-            growth = _growth(content.get("normalizer"))
-        except Exception as failure:  # the library raises Exception itself
-            raise UserError(
-                tr(
-                    "{path} is damaged: {failure}. Copy the model again from its source",
-                    path=path,
-                    failure=failure,
-                )
-            ) from failure
-        if kind != "ByteLevel":
-            raise UserError(
-                tr(
-                    "{path} is a vocabulary of kind {kind}; only byte-level ones are "
-                    "known. Use another model",
-                    path=path,
-                    kind=kind,
-                )
-            )
-        if growth > MOST_GROWTH:
-            raise UserError(
-                tr(
-                    "{path} has a normalizer that makes a text up to {growth:.3g} times as "
-                    "long; at most {most_growth} times is accepted. Use another model",
-                    path=path,
-                    growth=growth,
-                    most_growth=MOST_GROWTH,
-                )
-            )
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        # A special token that is spelled out in a text is ordinary text.
-        self._tokenizer.encode_special_tokens = True
-        self._specials = {text: self._added[text] for text in special_texts}
-        longest_first = sorted(special_texts, key=len, reverse=True)
-        self._split = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     # --- files -----------------------------------------------------------------------------------
 
@@ -407,6 +338,27 @@ class FolderTokenizer:
         valid_text = text.encode("utf-8", "replace").decode()
         return self._tokenizer.encode(valid_text, add_special_tokens=False).ids
 
+    def encode_after(self, text: str, mark: bool) -> list[int]:
+        """Return the tokens of a text that follows a special token if `mark`, else other text."""
+        return self.encode(text) if self._pieces is None else self._pieces.encode_after(text, mark)
+
+    def encode_reply(self, text: str) -> list[int]:
+        """Return the tokens of words with which the reply to a prompt begins."""
+        if self._pieces is None or not text:
+            return self.encode(text)
+        space, after_mark = self._before_reply
+        return self._pieces.encode_after(space + text, after_mark)
+
+    @cached_property
+    def _before_reply(self) -> tuple[str, bool]:
+        """The white space that the template writes before a reply, and whether a mark is before it."""
+        question, answer = _message("user", "Q"), _message("assistant", "an_answer")
+        prompt = self._text([question], reply=True)
+        after_mark = any(prompt.endswith(text) for text in self._specials)
+        following = self._text([question, answer], reply=False).removeprefix(prompt)
+        space = following.partition("an_answer")[0]
+        return "" if space.strip() else space, after_mark
+
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
         """Return the tokens of each text.
 
@@ -433,7 +385,9 @@ class FolderTokenizer:
         byte_of = {letter: byte for byte, letter in enumerate(letters_for_bytes())}
         spellings = dict.fromkeys(range(self.vocab_size), b"")
         for text, token in self._tokenizer.get_vocab().items():
-            if text in self._added:
+            if self._pieces is not None:
+                spellings[token] = self._pieces.spelled(text)
+            elif text in self._added:
                 spellings[token] = text.encode()
             else:
                 spellings[token] = bytes(byte_of[letter] for letter in text)
@@ -456,8 +410,12 @@ class FolderTokenizer:
         return b"".join(self._bytes[token] for token in ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of a sequence of tokens, with U+FFFD for bytes that are invalid UTF-8."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+        """Return the text of a sequence of tokens, with U+FFFD for bytes that are invalid UTF-8.
+
+        With `strips_space`, a space at the beginning is left out.
+        """
+        text = self.decode_bytes(ids).decode("utf-8", errors="replace")
+        return text.removeprefix(" ") if self.strips_space else text
 
     def special(self, role: str) -> int:
         """Return the token for a role of our own tokenizer, such as `assistant_end`.
@@ -531,23 +489,35 @@ class FolderTokenizer:
 
         return re.sub(f"{OPEN}(\\d+){CLOSE}", spelling, text)
 
-    def _pieces(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yield each piece of a rendered text, and whether the piece is a mark.
+    def _segments(self, text: str, trained: bool = False) -> Iterator[Segment]:
+        """Yield the segments of a rendered text: special tokens, and the texts between them.
 
-        The marks are special tokens, BEGIN and END. The texts between them are the other pieces.
+        Segments between BEGIN and END are trained, as is a special token after END; if `trained`,
+        all segments are.
         """
-        end = 0
-        for match in re.finditer(f"{self._split.pattern}|{BEGIN}|{END}", text):
-            if match.start() > end:
-                yield text[end : match.start()], False
-            yield match[0], True
-            end = match.end()
-        if end < len(text):
-            yield text[end:], False
+        after_words = False  # the words have ended, and the mark that ends the turn may follow
+        for piece in re.split(f"({self._split.pattern}|{BEGIN}|{END})", text):
+            if piece in (BEGIN, END):
+                trained = piece == BEGIN
+                after_words = piece == END
+            elif piece in self._specials:
+                yield Segment(piece, self._specials[piece], trained or after_words)
+                after_words = False
+            elif piece:
+                yield Segment(self._original(piece), None, trained)
+                after_words = False
 
-    def _piece_tokens(self, piece: str, is_mark: bool) -> list[int]:
-        """Return the tokens of a piece: of a special token if `is_mark`, else of ordinary text."""
-        return [self._specials[piece]] if is_mark else self.encode(self._original(piece))
+    def _tokens(self, segments: Iterable[Segment]) -> Rendered:
+        """Return the tokens of the segments of a conversation, and the mask of the trained ones."""
+        if self._pieces is not None:
+            return Rendered(*self._pieces.rendered(segments))
+        ids: list[int] = []
+        mask: list[int] = []
+        for segment in segments:
+            tokens = self.encode(segment.text) if segment.token is None else [segment.token]
+            ids += tokens
+            mask += [int(segment.trained)] * len(tokens)
+        return Rendered(ids, mask)
 
     def render(self, conversation: Conversation) -> Rendered:
         """Return a whole conversation as tokens, with a mask of the tokens to train on.
@@ -568,22 +538,20 @@ class FolderTokenizer:
                 text = answers.with_ends(text, BEGIN, END)
                 has_trained_turn = True
             messages.append(_message(message.role, text))
-        ids: list[int] = []
-        mask: list[int] = []
-        in_words = False
-        after_words = False  # the words have ended, and the mark that ends the turn may follow
-        for piece, is_mark in self._pieces(self._text(messages, reply=False)):
-            if is_mark and piece in (BEGIN, END):
-                in_words = piece == BEGIN
-                after_words = piece == END
-                continue
-            tokens = self._piece_tokens(piece, is_mark)
-            ids += tokens
-            mask += [int(in_words or (after_words and is_mark))] * len(tokens)
-            after_words = False
-        if has_trained_turn and not any(mask):
+        text = self._after_space.sub(f"\\1{END}", self._text(messages, reply=False))
+        rendered = self._tokens(self._segments(text))
+        if has_trained_turn and not any(rendered.mask):
             raise self._silent_template()
-        return Rendered(ids, mask)
+        return rendered
+
+    @cached_property
+    def _after_space(self) -> re.Pattern[str]:
+        """Matches END and the white space between it and a token that ends a reply.
+
+        Such white space, as in the template of Llama 2, is part of what the model has to write.
+        """
+        stops = [re.escape(text) for text, token in self._specials.items() if token in self.stops]
+        return re.compile(f"{END}(\\s+)(?={'|'.join(stops) or '(?!)'})")
 
     def _silent_template(self) -> UserError:
         return UserError(
@@ -617,20 +585,13 @@ class FolderTokenizer:
         spans = answers.spans(marked_text, conversation.messages, self._opening, stops)
         if marked != plain and not spans:
             raise self._silent_template()
-        ids: list[int] = []
-        mask: list[int] = []
+        segments: list[Segment] = []
         position = 0
         for span in [*spans, answers.Span(len(text), len(text))]:
-            for start, end, trained in (
-                (position, span.start, 0),
-                (span.start, span.end, 1),
-            ):
-                for piece, is_mark in self._pieces(text[start:end]):
-                    tokens = self._piece_tokens(piece, is_mark)
-                    ids += tokens
-                    mask += [trained] * len(tokens)
+            segments += self._segments(text[position : span.start])
+            segments += self._segments(text[span.start : span.end], trained=True)
             position = span.end
-        return Rendered(ids, mask)
+        return self._tokens(segments)
 
     def _check_template(self, conversation: Conversation) -> None:
         """Raise UserError if the chat template has no place for what a conversation holds."""
@@ -694,7 +655,4 @@ class FolderTokenizer:
     ) -> list[int]:
         messages = [answers.template_message(turn, self._safe) for turn in turns]
         variables = answers.safe_options(options, self._safe)
-        ids: list[int] = []
-        for piece, is_mark in self._pieces(self._text(messages, reply=True, **variables)):
-            ids += self._piece_tokens(piece, is_mark)
-        return ids
+        return self._tokens(self._segments(self._text(messages, reply=True, **variables))).ids

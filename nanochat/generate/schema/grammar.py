@@ -308,10 +308,11 @@ class _Vocabulary:
         self.tokens = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
         marks = {tokenizer.special(role) for role in ROLES} | tokenizer.stops
         self.special_token_ids = sorted(mark for mark in marks if mark >= 0)
-        self._encode = tokenizer.encode
+        self._tokenizer = tokenizer
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
+        text = text if isinstance(text, str) else text.decode(errors="replace")
+        return self._tokenizer.encode_after(text, mark=False)
 
 
 def _is_lark(schema: str) -> bool:

@@ -37,7 +37,9 @@ def closing(prompt: list[int], tokenizer: Tokenizer) -> list[int]:
     They come before the beginning of a reply, which belongs to the answer and not to the thought.
     """
     marks, opened, _ = thought_state(prompt, tokenizer)
-    return tokenizer.encode(f"\n{marks.close}\n\n") if marks and opened else []
+    if not marks or not opened:
+        return []
+    return tokenizer.encode_after(f"\n{marks.close}\n\n", mark=False)
 
 
 class Thoughts:

@@ -109,7 +109,7 @@ class ChatRequest:
             if form.opened:  # the answer is continued, not the thought
                 reply_start = [*closing(prompt, tokenizer), *reply_start]
                 prompt, dropped = fitting()
-            form = replace(form, opened=False, closed=True)
+            form = replace(form, opened=False, closed=True, strips_space=False)
         prompt = [*prompt, *reply_start]
         requests = settings.requests(prompt, limits.context)
         requests = constrained(requests, form, self.max_thought)

@@ -391,7 +391,7 @@ def _beginning_tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
     roles = {"python": "python", "python_output": "output"}
     tokens: list[int] = []
     for part in message.parts:
-        part_tokens = tokenizer.encode(part.text)
+        part_tokens = tokenizer.encode_reply(part.text)
         role = roles.get(part.kind)
         if role is not None:
             start = tokenizer.special(f"{role}_start")

@@ -31,6 +31,7 @@ class Form:
     marks: Marks | None = None  # around thoughts; None for a model that does not think
     opened: bool = False  # whether the prompt has opened the thought
     closed: bool = False  # whether the prompt has closed it, so that the reply has none
+    strips_space: bool = False  # whether a space at the beginning of the reply is left out
 
 
 def form_of(
@@ -39,7 +40,8 @@ def form_of(
     tokenizer: Tokenizer,
 ) -> Form:
     """Return the form of a reply to a prompt, by what the model's template writes."""
-    return Form(tools, tokenizer.call_format, *thought_state(prompt, tokenizer))
+    thoughts = thought_state(prompt, tokenizer)
+    return Form(tools, tokenizer.call_format, *thoughts, tokenizer.strips_space)
 
 
 class Reply:
@@ -59,6 +61,7 @@ class Reply:
             parser = XmlCalls if form.calls == "xml" else JsonCalls
             self._calls = parser(form.tools.parameters)
         self._has_one_call = form.tools.parallel is False
+        self._strips_space = form.strips_space
         self._is_over = False  # whether nothing more is passed on, after the only call
         self._expression: str | None = None  # the calculator call that still waits for its result
         self._blank = ""  # white space, which is passed on only if words follow
@@ -110,6 +113,9 @@ class Reply:
 
     def _add_text(self, text: str, pieces: list[Piece], last: bool = False) -> None:
         """Add what a text completes to `pieces`."""
+        if self._strips_space and text:
+            text = text.removeprefix(" ")
+            self._strips_space = False
         parsed: list[Piece] = [Words(text)]
         if self._thoughts:
             parsed = self._thoughts.push(text, last)

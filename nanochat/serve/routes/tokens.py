@@ -57,7 +57,7 @@ def tokenize(
         tokens = _text_tokens(fields, tokenizer)
     texts = None
     if flag(fields, "return_token_strs"):
-        texts = [tokenizer.decode([token]) for token in tokens]
+        texts = [tokenizer.decode_bytes([token]).decode(errors="replace") for token in tokens]
     return {
         "count": len(tokens),
         "max_model_len": limits.context,
@@ -89,10 +89,15 @@ def encode_marked(text: str, tokenizer: Tokenizer) -> list[int]:
     tokens = []
     end = 0
     for match in _spellings(tokenizer).finditer(text):
-        tokens += tokenizer.encode(text[end : match.start()])
+        tokens += _encode_from(end, text[end : match.start()], tokenizer)
         tokens.append(tokenizer.specials[match[0]])
         end = match.end()
-    return tokens + tokenizer.encode(text[end:])
+    return tokens + _encode_from(end, text[end:], tokenizer)
+
+
+def _encode_from(start: int, text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a text that begins at `start`, where a mark ends unless that is 0."""
+    return tokenizer.encode_after(text, mark=True) if start else tokenizer.encode(text)
 
 
 def has_marks(text: str, tokenizer: Tokenizer) -> bool:
