@@ -4,7 +4,6 @@ It reads tokenizer.json and the chat template, which turns conversations into te
 """
 
 import json
-import math
 import re
 import reprlib
 import shutil
@@ -19,6 +18,7 @@ import numpy as np
 from nanochat.checkpoint_manager.huggingface import answers
 from nanochat.checkpoint_manager.huggingface.folders import read_object, refuse_pointer
 from nanochat.checkpoint_manager.huggingface.generation import sampling_defaults
+from nanochat.checkpoint_manager.huggingface.normalizers import MOST_GROWTH, growth_of
 from nanochat.checkpoint_manager.huggingface.quantised import drop_setting
 from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, Messages, chatml
 from nanochat.common import UserError, fsync_path, read_json, sha256_of, tr
@@ -62,46 +62,6 @@ OPEN, CLOSE, BEGIN, END = "\ue000", "\ue001", "\ue002", "\ue003"
 def _message(role: str, text: str) -> dict[str, str]:
     """Return a message in the form that chat templates expect."""
     return {"role": role, "content": text}
-
-
-# How many times as long a normalizer may make a text: at some length, the library ends the process.
-MOST_GROWTH = 1000
-# By kind of normalizer; NFKC makes 18 letters of one.
-GROWTH = {
-    "NFC": 3,
-    "NFD": 4,
-    "NFKC": 18,
-    "NFKD": 18,
-    "Lowercase": 3,
-    "Strip": 1,
-    "StripAccents": 1,
-    "Nmt": 1,
-    "BertNormalizer": 4,
-    "ByteLevel": 4,
-    "Precompiled": 18,
-}
-
-
-def _growth(normalizer: Any) -> float:
-    """Return how many times as long a normalizer of tokenizer.json makes a text at most.
-
-    Raises KeyError if its kind is unknown.
-    """
-    if normalizer is None:
-        return 1.0
-    kind = normalizer["type"]
-    if kind == "Sequence":
-        return math.prod(map(_growth, normalizer["normalizers"]))
-    if kind == "Prepend":
-        return 1.0 + len(normalizer["prepend"])
-    if kind == "Replace":
-        # A regular expression may match nothing, between any two letters.
-        replaced = len(normalizer["pattern"].get("String", ""))
-        return max(
-            1.0,
-            len(normalizer["content"]) / replaced if replaced else 1.0 + len(normalizer["content"]),
-        )
-    return float(GROWTH[kind])
 
 
 class FolderTokenizer:
@@ -174,7 +134,7 @@ class FolderTokenizer:
             self._added = {token["content"]: int(token["id"]) for token in added_tokens}
             special_texts = {token["content"] for token in added_tokens if token["special"]}
             kind = content["decoder"]["type"]
-            growth = _growth(content.get("normalizer"))
+            growth = growth_of(content.get("normalizer"))
         except Exception as failure:  # the library raises Exception itself
             raise UserError(
                 tr(
@@ -358,6 +318,24 @@ class FolderTokenizer:
         """The marks around the thoughts of the model, or None if its template knows none."""
         source = self.template_source or ""
         return next((marks for marks in answers.THOUGHT_MARKS if marks[1] in source), None)
+
+    @cached_property
+    def thinks_by_default(self) -> bool | None:
+        """Whether the model thinks if a request leaves out the template's `enable_thinking`.
+
+        None if the template writes the same prompt with true and with false, or fails: then there
+        is no switch.
+        """
+        if "enable_thinking" not in (self.template_source or ""):
+            return None
+        question = [_message("user", "Q")]
+        try:
+            without = self._text(question, reply=True, enable_thinking=False)
+            if self._text(question, reply=True, enable_thinking=True) == without:
+                return None
+            return self._text(question, reply=True) != without
+        except UserError:
+            return None
 
     @cached_property
     def _written_call(self) -> str:
