@@ -92,6 +92,7 @@ class Tokenizer:
     takes_system = False  # there is no mark for system text, which goes in front of a question
     takes_tools = False
     takes_options = False  # there is no chat template that has variables
+    thinks_by_default: bool | None = None  # no template, and so no switch for thoughts
     call_format: str | None = None  # a model writes calls of functions as the server tells it
     thought_marks: tuple[str, str] | None = None  # a model of ours does not think before it answers
     strips_space = False  # decoding keeps a space at the beginning of a text

@@ -561,8 +561,7 @@ def open_model(cfg: Config, chat: Chat) -> None:
 
 def check_switch(tokenizer: Any) -> None:
     """Raise UserError (exit code 2) if the model's chat template has no switch for thoughts."""
-    source = tokenizer.template_source if tokenizer.takes_options else None
-    if "enable_thinking" not in (source or ""):
+    if tokenizer.thinks_by_default is None:
         raise UserError(
             tr(
                 "--thinking needs a model whose chat template reads enable_thinking, and this one "

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nanochat import engine as engine_module
+from nanochat.cache import Cache
 from nanochat.common import UserError
 from nanochat.data.calculator import calculate
 from nanochat.engine import Completion, Engine
@@ -148,8 +149,16 @@ def test_a_prompt_longer_than_a_chunk_is_read_between_steps_of_others(model):
         assert replies[number].tokens == recomputed(model, asked[number], GREEDY).tokens
 
 
-def test_short_prompts_pass_a_long_one_which_waits_at_most_as_long_again(model):
+def test_short_prompts_pass_a_long_one_which_waits_at_most_as_long_again(model, monkeypatch):
     """A short chat waited until all of a long prompt was read. Here one comes in every step."""
+    aside: list[int] = []  # lengths of the slots that were copied to fresh memory
+    take = Cache.take
+
+    def counted(cache: Cache, slot: int, tokens: int) -> list[torch.Tensor]:
+        aside.append(tokens)
+        return take(cache, slot, tokens)
+
+    monkeypatch.setattr(Cache, "take", counted)
     long, *short = prompts([150, *[12] * 40], seed=9)
     engine = Engine(model, TOKENIZER, slots=3, prefill_tokens=16)
     asked = {engine.submit(long, GREEDY): (long, GREEDY)}
@@ -163,6 +172,7 @@ def test_short_prompts_pass_a_long_one_which_waits_at_most_as_long_again(model):
         asked[number], replies[number] = (prompt, quick), Completion()
         for event in engine.step():
             replies[event.request].add(event)
+    assert max(aside) < 2 * 12  # never the long one
     begun = [number for number, reply in replies.items() if reply.tokens]
     assert 10 < len(begun) < 20 and len(asked) <= 2 + (149 + 150) / 16 + 2
     while engine.busy:

@@ -7,7 +7,8 @@ What is compared: tokens per CPU second with 1, 8 and 32 greedy chats at once, a
 first token takes. All servers have one model of 36 million parameters in Qwen3's shape, whose
 weights are random, in bf16, and one thread: ours, transformers with continuous batching, and
 llama.cpp's. They take turns, those that wait are paused, and the median round counts.
-bench.serve.soak measures the server while half of its clients misbehave.
+bench.serve.soak measures the server while half of its clients misbehave, bench.serve.drafts what
+guessed tokens save, and bench.serve.thoughts what keeping thoughts apart costs.
 """
 
 import contextlib

@@ -43,6 +43,13 @@ class Server:
         """Let the paused server run."""
         os.kill(self.pid, signal.SIGCONT)
 
+    def cpu_clock(self) -> float:
+        """Return the CPU seconds of the process alone, which need no ticks to pass.
+
+        The number of the clock is that of clock_getcpuclockid(3) on Linux.
+        """
+        return time.clock_gettime((~self.pid << 3) | 2)
+
     def cpu_seconds(self) -> float:
         """Return the CPU seconds of the process and of all its descendants."""
         total = 0.0

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,11 +35,13 @@ from nanochat.common import UserError, log, run
 BUSY = ("429", "503")  # statuses with a time to come back
 WATCH_SECONDS = 1.0  # between two looks at the memory
 RETRY_SECONDS = 2.0  # that the server asks for when it is busy
-WARM = 32  # chats that fill all slots first: the first use of a slot takes memory
+# Agents with the longest prompt that fill all slots first, because a slot takes memory as it is
+# first written. They send one prompt, which the server reads once and copies.
+WARM = 32
 AGENT_EVERY = 4  # of so many polite clients, one is an agent
 SHAPE = replace(
     QWEN3,
-    sequence_len=8192,
+    sequence_len=10_240,
     vocab_size=1024,
     n_layer=2,
     n_embd=128,
@@ -73,9 +76,11 @@ class Requests:
         body = question("What is the opposite of hot?", **fields)
         return self.count(lambda: streams.ask(port, body))
 
-    def agent_turn(self, port: int, draw: random.Random) -> bool:
-        """Ask as an agent does after some calls of tools; otherwise like chat()."""
-        body = agents.body(draw, draw.randint(0, agents.CALLS), 32)
+    def agent_turn(self, port: int, draw: random.Random, calls: int | None = None) -> bool:
+        """Ask as an agent does after `calls` calls of tools, or some; otherwise like chat()."""
+        if calls is None:
+            calls = draw.randint(0, agents.CALLS)
+        body = agents.body(draw, calls, 32)
         return self.count(lambda: agents.ask(port, body))
 
     def count(self, ask: Callable[[], object]) -> bool:
@@ -155,7 +160,7 @@ def soak(port: int, pid: int, seconds: float, count: int) -> Observed:
     """Let half of the clients chat and half misbehave; return what was counted."""
     with ThreadPoolExecutor(WARM) as pool:
         for _ in range(WARM):
-            pool.submit(Requests().chat, port, tokens=600)
+            pool.submit(Requests().agent_turn, port, random.Random(0), agents.CALLS)
     observed = Observed()
     stop = Event()
     # Threads that do not end with the soak hold a connection until the server ends.
@@ -172,7 +177,7 @@ def soak(port: int, pid: int, seconds: float, count: int) -> Observed:
         client.start()
     time.sleep(seconds)
     stop.set()
-    return observed
+    return deepcopy(observed)  # requests that the end of the server breaks off do not count
 
 
 def show(observed: Observed) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import http.client
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from statistics import median
@@ -32,18 +32,20 @@ class StatusError(UserError):
 class Reply:
     """What a client saw of one streamed reply."""
 
-    first_seconds: float = 0.0  # from the request to the first text
+    first_seconds: float = 0.0  # from the request to the first text, of a thought or an answer
+    first_tokens: int = 0  # as the server counts them with the first text, if it does
     tokens: int = 0  # as the server counts them
 
     def add(self, event: dict[str, Any], seconds: float) -> None:
         """Follow an event that came so many seconds after the request."""
-        for choice in event.get("choices", ()):
-            text = (choice.get("delta") or {}).get("content")
-            if text:
-                self.first_seconds = self.first_seconds or seconds
         usage = event.get("usage")
         if usage:
             self.tokens = usage["completion_tokens"]
+        for choice in event.get("choices", ()):
+            delta = choice.get("delta") or {}
+            if not self.first_seconds and (delta.get("content") or delta.get("reasoning_content")):
+                self.first_seconds = seconds
+                self.first_tokens = self.tokens
 
 
 @dataclass
@@ -80,13 +82,13 @@ def body(model: str, number: int, tokens: int, **fields: Any) -> bytes:
     return json.dumps(request).encode()
 
 
-def ask(port: int, chat: bytes) -> Reply:
-    """Stream one reply to its end.
+def ask(port: int, chat: bytes, clock: Callable[[], float] = time.perf_counter) -> Reply:
+    """Stream one reply to its end, timed by `clock`, which returns seconds.
 
     Raises StatusError if the server refuses, and UserError if it does not count the tokens.
     """
     reply = Reply()
-    start = time.perf_counter()
+    start = clock()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     connection.request("POST", CHATS, chat, {"content-type": "application/json"})
     with connection.getresponse() as response:
@@ -96,7 +98,7 @@ def ask(port: int, chat: bytes) -> Reply:
         for line in response:
             content = line.removeprefix(b"data:").strip()
             if line.startswith(b"data:") and content != b"[DONE]":
-                reply.add(json.loads(content), time.perf_counter() - start)
+                reply.add(json.loads(content), clock() - start)
     if not reply.tokens:
         raise UserError("a server ended a reply without its usage, so its tokens cannot be counted")
     return reply

@@ -406,9 +406,8 @@ class Slots:
 
     def _move(self, source: int, target: int) -> None:
         """Copy the contents of a slot, with its request, over those of another one."""
-        request = self.requests[source]
-        self.requests[target] = request
-        self.cache.copy(source, target, 0 if request is None else request.cached)
+        self.requests[target] = self.requests[source]
+        self.cache.copy(source, target, self._cached(source))
 
     def shortest_first(self, first: int) -> None:
         """Let the shortest prompt from slot `first` on, which is to be read next, be read first.
@@ -425,14 +424,21 @@ class Slots:
             self._swap(first, first + waiting.index(shortest))
 
     def _swap(self, slot: int, other: int) -> None:
-        """Exchange the contents of two slots, the first of which is not empty."""
+        """Exchange the contents of two slots, either of which may be empty.
+
+        The slot with fewer tokens is copied aside: fresh memory for 20,000 tokens takes four times
+        as long as copying them.
+        """
         if slot == other:
             return
-        first = self.requests[slot]
-        second = self.requests[other]
-        assert first is not None
-        contents = self.cache.take(slot, first.cached)
-        self.cache.copy(other, slot, 0 if second is None else second.cached)
-        self.cache.put(other, contents)
-        self.requests[slot] = second
-        self.requests[other] = first
+        shorter, longer = sorted((slot, other), key=self._cached)
+        contents = self.cache.take(shorter, self._cached(shorter))
+        self.cache.copy(longer, shorter, self._cached(longer))
+        self.cache.put(longer, contents)
+        requests = self.requests
+        requests[slot], requests[other] = requests[other], requests[slot]
+
+    def _cached(self, slot: int) -> int:
+        """Return how many tokens a slot holds."""
+        request = self.requests[slot]
+        return 0 if request is None else request.cached

@@ -302,6 +302,7 @@ class Hosted:
                 "max_tokens": self.defaults.max_tokens,
                 "top_p": self.defaults.top_p,
                 "repetition_penalty": self.defaults.repetition_penalty,
+                "enable_thinking": self.tokenizer.thinks_by_default,  # None: there is no switch
             },
             "capabilities": {
                 "system_message": self.tokenizer.takes_system,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import socketserver
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from bench.serve import __main__ as serve
 from bench.serve import model as bench_model
-from bench.serve import servers, streams
+from bench.serve import servers, streams, thoughts
 from bench.serve.servers import Server
 from bench.serve.streams import Load
 from bench.training import QWEN3
@@ -60,6 +61,25 @@ def test_a_stream_is_read_and_its_tokens_are_counted(chunked: bool) -> None:
     reply = reply_to(answer)
     assert reply.tokens == 3
     assert reply.first_seconds > 0
+
+
+def test_the_first_text_may_be_a_thought_and_is_timed_by_the_clock_that_is_given() -> None:
+    reply = streams.Reply()
+    reply.add({"choices": [{"delta": {"content": ""}}]}, 1.0)
+    for seconds, tokens in ((2.0, 3), (4.0, 5)):
+        delta = {"reasoning_content": "hm"}
+        reply.add({"choices": [{"delta": delta}], "usage": {"completion_tokens": tokens}}, seconds)
+    assert (reply.first_seconds, reply.first_tokens, reply.tokens) == (2.0, 3, 5)
+    server = Server("x", 1, os.getpid(), "model")
+    assert server.cpu_clock() == pytest.approx(time.process_time(), abs=0.1)
+
+
+def test_thoughts_are_compared_pair_by_pair() -> None:
+    text = [thoughts.Cost(1.0, 2.0, 1), thoughts.Cost(10.0, 20.0, 1), thoughts.Cost(2.0, 4.0, 1)]
+    thought = [thoughts.Cost(1.5, 2.0, 2), thoughts.Cost(11.0, 21.0, 1), thoughts.Cost(2.0, 8.0, 3)]
+    result = thoughts.figures({"thoughts": thought, "text": text})
+    assert (result["first_ratio"], result["total_ratio"]) == (1.1, 1.05)
+    assert (result["first_cpu_seconds"], result["later_tokens"]) == (2.0, 2)
 
 
 def test_answers_that_cannot_be_counted_are_refused() -> None:

@@ -113,7 +113,7 @@ def test_models_and_health(client):
     assert model["capabilities"] == {"system_message": False, "tools": False}
     assert model["vocab_size"] == ByteTokenizer.vocab_size
     defaults = {"temperature": 0.6, "min_p": 0.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}
-    assert model["defaults"] == {**defaults, "max_tokens": 512}
+    assert model["defaults"] == {**defaults, "max_tokens": 512, "enable_thinking": None}
     eventually(lambda: client.get("/health").json()["free_slots"] == 4)
     expected = {"status": "ok", "version": __version__, "slots": 4, "free_slots": 4, "chats": 0}
     assert client.get("/health").json() == expected

@@ -2,14 +2,17 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.serve.pages import ask
+from nanochat.serve.models import Loadable
+from tests.serve.pages import ask, check
 from tests.serve.test_web_axe import DESK, PHONE, barriers
 from tests.support.browsing import answers, finished, send, visit
-from tests.support.fake_engine import ByteTokenizer, FakeEngine, running
+from tests.support.fake_engine import SETTINGS, ByteTokenizer, FakeEngine, running
 
 pytestmark = pytest.mark.browser
 
@@ -24,7 +27,12 @@ looks = pytest.mark.parametrize(
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    return FakeEngine(REPLIES, tokenizer=ByteTokenizer(thought_marks=("<think>", "</think>")))
+    return FakeEngine(REPLIES, tokenizer=thinker())
+
+
+def thinker(thinks_by_default: bool | None = None) -> ByteTokenizer:
+    """A tokenizer whose template has a switch for thoughts unless `thinks_by_default` is None."""
+    return ByteTokenizer(takes_options=True, thought_marks=("<think>", "</think>"), thinks_by_default=thinks_by_default)
 
 
 @pytest.fixture
@@ -68,16 +76,16 @@ def test_a_thought_is_kept_with_its_chat_and_sent_back(browser: Browser, url: st
         ask(page, "why")
         page.reload()
         expect(page.locator(".thought > div")).to_have_text(THOUGHT)
-        sent = messages_of_next(page)
+        sent = body_of_next(page)["messages"]
         assert sent[1]["reasoning_content"] == THOUGHT
         assert "think" not in str(sent[1]["parts"])
 
 
-def messages_of_next(page: Page) -> list[dict]:
-    """The messages that the page sends with one more question."""
+def body_of_next(page: Page) -> Any:
+    """What the page sends with one more question."""
     with page.expect_request(re.compile("chat/completions")) as caught:
         ask(page, "next")
-    return caught.value.post_data_json["messages"]
+    return caught.value.post_data_json
 
 
 def test_a_thought_without_an_answer_says_so(browser: Browser, url: str) -> None:
@@ -85,3 +93,57 @@ def test_a_thought_without_an_answer_says_so(browser: Browser, url: str) -> None
         ask(page, "only")
         expect(page.locator(".thought > div")).to_have_text("It goes on")
         expect(page.locator(".meta .note")).to_have_count(1)
+
+
+# --- the switch ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "locale", "settings", "label"),
+    [(PHONE, "zh-CN", "设置", "思考"), (DESK, "en-US", "Settings", "Think")],
+    ids=["phone", "desk"],
+)
+@pytest.mark.parametrize("default", [True, False])
+def test_the_switch_shows_the_default_and_is_sent_once_it_is_set(
+    browser: Browser, size, locale: str, settings: str, label: str, default: bool
+) -> None:
+    with (
+        running(FakeEngine(REPLIES, tokenizer=thinker(default))) as url,
+        visit(browser, url, locale=locale, viewport=size) as page,
+    ):
+        assert "chat_template_kwargs" not in body_of_next(page)
+        page.get_by_role("button", name=settings).click()
+        switch = page.get_by_role("checkbox", name=label, exact=True)
+        expect(switch).to_be_checked(checked=default)
+        assert barriers(page) == []
+        switch.set_checked(not default)
+        page.keyboard.press("Escape")
+        assert body_of_next(page)["chat_template_kwargs"] == {"enable_thinking": not default}
+        page.reload()
+        page.get_by_role("button", name=settings).click()
+        expect(switch).to_be_checked(checked=not default)
+
+
+def test_the_prompt_that_is_shown_is_the_one_that_the_switch_made(browser: Browser) -> None:
+    with running(FakeEngine(REPLIES, tokenizer=thinker(True))) as url, visit(browser, url) as page:
+        check(page, "Think", on=False)
+        ask(page, "why")
+        with page.expect_request(re.compile("/tokenize$")) as caught:
+            page.locator(".saw summary").click()
+        body: Any = caught.value.post_data_json
+        assert body["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_only_a_model_with_a_switch_is_sent_it(browser: Browser) -> None:
+    plain = Loadable(FakeEngine(), ByteTokenizer(), replace(SETTINGS, model="plain"))  # type: ignore[arg-type]
+    with (
+        running(FakeEngine(REPLIES, tokenizer=thinker(True)), beside=[plain]) as url,
+        visit(browser, url) as page,
+    ):
+        check(page, "Think", on=False)
+        page.locator("#model summary").click()
+        page.locator(".served").get_by_role("button", name="plain").click()
+        assert "chat_template_kwargs" not in body_of_next(page)
+        page.get_by_role("button", name="Settings").click()
+        expect(page.locator("#setting-temperature")).to_be_visible()
+        expect(page.locator("#setting-think")).to_have_count(0)

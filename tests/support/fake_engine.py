@@ -42,6 +42,7 @@ class ByteTokenizer:
     takes_system: bool = False
     takes_tools: bool = False
     takes_options: bool = False
+    thinks_by_default: bool | None = None
     call_format: str | None = None
     thought_marks: tuple[str, str] | None = None
     strips_space: bool = False

@@ -291,6 +291,24 @@ class FolderTokenizer:
         return next((marks for marks in answers.THOUGHT_MARKS if marks[1] in source), None)
 
     @cached_property
+    def thinks_by_default(self) -> bool | None:
+        """Whether the model thinks if a request leaves out the template's `enable_thinking`.
+
+        None if the template writes the same prompt with true and with false, or fails: then there
+        is no switch.
+        """
+        if "enable_thinking" not in (self.template_source or ""):
+            return None
+        question = [_message("user", "Q")]
+        try:
+            without = self._text(question, reply=True, enable_thinking=False)
+            if self._text(question, reply=True, enable_thinking=True) == without:
+                return None
+            return self._text(question, reply=True) != without
+        except UserError:
+            return None
+
+    @cached_property
     def _written_call(self) -> str:
         """What the chat template writes for a call and its result; empty if it refuses them."""
         call = {"type": "function", "function": {"name": "a_tool", "arguments": {}}}

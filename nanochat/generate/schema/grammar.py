@@ -46,11 +46,15 @@ REFUSED_SECONDS = 300.0  # for how long; not forever, as a busy machine may be t
 REPLY_SECONDS = 2.0
 TOKEN_SECONDS = 0.002
 COSTLY_SECONDS = 0.001  # a mask that takes more is costly
-TOO_COMPLEX = (
-    "the JSON schema takes too much work to follow, and its reply could not be finished. Simplify "
-    "it: use fewer or shorter patterns and alternatives, and smaller numbers in minLength and "
-    "maxLength"
-)
+
+
+def too_complex() -> str:
+    """Return the message for a reply that could not be finished because of its schema."""
+    return tr(
+        "the JSON schema takes too much work to follow, and its reply could not be finished. "
+        "Simplify it: use fewer or shorter patterns and alternatives, and smaller numbers in "
+        "minLength and maxLength"
+    )
 
 
 class Automaton:
@@ -164,7 +168,7 @@ class Schemas:
 
     def give_up(self, schema: str) -> None:
         """Make check() refuse a schema for some minutes because a reply could not be finished."""
-        self.refuse(schema, TOO_COMPLEX)
+        self.refuse(schema, too_complex())
 
     def refuse(self, schema: str, reason: str) -> None:
         """Make check() refuse a schema with `reason` for some minutes."""

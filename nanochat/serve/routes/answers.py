@@ -20,7 +20,7 @@ from nanochat.common import UserError
 from nanochat.data.conversation import Part
 from nanochat.generate.reply import Alternatives, Event, Scored, TextStream, broken_model
 from nanochat.generate.sampling import Sampling
-from nanochat.generate.schema.grammar import TOO_COMPLEX
+from nanochat.generate.schema.grammar import too_complex
 from nanochat.serve.engine_thread import Displaced, EngineThread, Ticket
 from nanochat.serve.models import Metrics, Watch
 from nanochat.serve.routes.fields import ApiError
@@ -284,7 +284,7 @@ class Answer(Response):
             raise ApiError(500, "model_broken", broken_model())
         self.watch.add(news)
         if any(event.finish == "error" for _, event in news):
-            raise ApiError(400, "schema_too_complex", TOO_COMPLEX)
+            raise ApiError(400, "schema_too_complex", too_complex())
         return news
 
     async def _send_at_once(

@@ -56,6 +56,11 @@ export function knowsSystem(description) {
   return description?.capabilities.system_message ?? false;
 }
 
+/** Return whether a model thinks before it answers unless it is told not to, or null if it has no switch for that. */
+export function thinksByDefault(description) {
+  return description?.defaults.enable_thinking ?? null;
+}
+
 /** Name the model in the bar, describe it in the panel behind the name, and say on the welcome page what it knows. */
 function showModel(changed) {
   const { stage, knows } = model ?? {};

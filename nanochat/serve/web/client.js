@@ -76,13 +76,14 @@ async function post(path, body) {
 }
 
 /**
- * The prompt that the server makes of messages for the model of a name: the `count` of its tokens, and `runs`, the parts {text, special} that it
- * consists of. A special token is a part of its own; a text that only spells one is not special.
+ * The prompt that the server makes of {messages, model, chat_template_kwargs}: the `count` of its tokens, and `runs`, the parts
+ * {text, special} that it consists of. A special token is a part of its own; a text that only spells one is not special.
  */
-export async function promptOf(messages, model) {
+export async function promptOf(asked) {
+  const { model } = asked;
   const info = await request(`tokenizer_info?model=${encodeURIComponent(model)}`, {});
   const marks = (await info.json()).added_tokens_decoder;
-  const { count, tokens, token_strs } = await post("tokenize", { messages, model, return_token_strs: true });
+  const { count, tokens, token_strs } = await post("tokenize", { ...asked, return_token_strs: true });
   const runs = [];
   tokens.forEach((token, place) => {
     const special = Object.hasOwn(marks, token);

@@ -163,6 +163,28 @@ def test_the_template_says_whether_a_model_takes_system_messages_and_tools(
     assert (ours.takes_system, ours.takes_tools) == takes
 
 
+OPENED = "{{ '<think>' if enable_thinking }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "thinks"),
+    [
+        (None, None),
+        (THINKING, None),
+        (NAMES + "{{ '<think></think>' if enable_thinking is defined and not enable_thinking }}", True),  # as Qwen3
+        (NAMES + OPENED, False),  # as the small models of Qwen3.5
+        (NAMES + "{# enable_thinking #}", None),
+        ("{% if enable_thinking %}", None),
+    ],
+)
+def test_the_template_says_whether_a_model_thinks_by_default(
+    folder: Path, template: str | None, thinks: bool | None
+) -> None:
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
+    assert FolderTokenizer(folder, ROWS).thinks_by_default is thinks
+
+
 @pytest.mark.parametrize("template", [["x"], [{"name": "default"}], [{"name": "default", "template": 5}], 5, {}])
 def test_a_template_that_is_no_text_is_refused(folder: Path, template: Any) -> None:
     write(folder, "tokenizer_config.json", {"chat_template": template})

@@ -65,6 +65,14 @@ def test_a_schema_that_cannot_be_used_is_refused_in_words(schema, message):
         Schemas(TOKENIZER).grammar(schema)
 
 
+def test_a_schema_whose_reply_was_given_up_is_refused_in_the_users_language(monkeypatch):
+    schemas, schema = Schemas(TOKENIZER), json.dumps(PERSON)
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    schemas.give_up(schema)
+    with pytest.raises(UserError, match="太复杂.*pattern.*minLength.*maxLength"):
+        schemas.grammar(schema)
+
+
 def test_the_schemas_that_were_used_last_stay_ready(monkeypatch):
     monkeypatch.setattr("nanochat.generate.schema.grammar.MOST_KNOWN", 2)
     schemas, (first, second, third) = Schemas(TOKENIZER), (json.dumps({"enum": [number]}) for number in range(3))

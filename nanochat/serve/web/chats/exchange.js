@@ -4,7 +4,7 @@ import { loadDescription, model } from "../about.js";
 import { answer, ChatError } from "../client.js";
 import { hasWords } from "../language/i18n.js";
 import { ModelTurn } from "../reply/turn.js";
-import { current, requestSettings, systemMessage } from "../settings/values.js";
+import { current, requestSettings, systemMessage, templateSettings } from "../settings/values.js";
 import { add } from "./tree.js";
 
 const MOST_MESSAGES = 1000;
@@ -42,7 +42,8 @@ export async function ask(exchange, request, signal, page) {
     exchange.by ??= model;
     if (exchange.by === null) throw new ChatError("unreachable");
     const messages = messagesOf(exchange, earlier, page);
-    if (exchange.answer === null) exchange.turn.asked = { messages, model: exchange.by.id }; // else it is continued
+    // An answer that is continued keeps what it was asked with.
+    if (exchange.answer === null) exchange.turn.asked = { messages, model: exchange.by.id, ...templateSettings(exchange.by) };
     const settings = { ...requestSettings(exchange.by, lively, before), ...more };
     return await stream(exchange, answer(messages, settings, signal), page);
   } catch (failure) {

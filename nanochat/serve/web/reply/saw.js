@@ -4,8 +4,8 @@ import { ChatError, promptOf } from "../client.js";
 import { hasWords, say } from "../language/i18n.js";
 import { icon, make } from "./dom.js";
 
-/** Make a fold-out with the prompt that `messages` form for a model. The prompt is requested when it is opened. */
-export function sawDetails({ messages, model }) {
+/** Make a fold-out with the prompt of a request: its messages, model and chat_template_kwargs. Opening it fetches the prompt. */
+export function sawDetails(asked) {
   const summary = make("summary", "quiet small", icon("eye"));
   for (const place of ["label", "title"]) say(summary, "saw", {}, place);
   const [told, prompt] = [make("p", "told"), make("pre", "prompt")];
@@ -18,7 +18,7 @@ export function sawDetails({ messages, model }) {
     if (!details.open || !prompt.hidden) return;
     say(told, "sawLoading");
     try {
-      const { count, runs } = await promptOf(messages, model);
+      const { count, runs } = await promptOf(asked);
       prompt.replaceChildren(...runs.map(({ text, special }) => (special ? make("mark", "", text) : text)));
       prompt.hidden = false;
       say(told, "sawTokens", { count });

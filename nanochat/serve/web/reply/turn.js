@@ -107,7 +107,7 @@ export class ModelTurn {
     this.thought = ""; // what it thought before the answer
     this.note = null; // a key in words.js
     this.numbers = null; // [tokens, seconds since the question was sent]
-    this.asked = null; // {messages, model}: what it answers and which model it is of, if it was asked since the page was opened
+    this.asked = null; // the request's messages, model and chat_template_kwargs, if it was asked since the page was opened
     this.by = ""; // the name of the model, where it is shown
     this.open = true; // until the answer has ended
     this.used = 0; // tokens of the context, of the chat and this answer together

@@ -1,6 +1,6 @@
 // The drawer of settings: an input box for each, with one sentence on what it does, and a way back to the defaults.
 
-import { knowsSystem, model, rival } from "../about.js";
+import { knowsSystem, model, rival, thinksByDefault } from "../about.js";
 import { hasWords, say } from "../language/i18n.js";
 import { make } from "../reply/dom.js";
 import { change, current, defaultTokens, NUMBERS, reset } from "./values.js";
@@ -32,7 +32,9 @@ export class SettingsDrawer {
   draw() {
     const boxes = NUMBERS.map((number) => this.#number(number));
     if (knowsSystem(model) || knowsSystem(rival)) boxes.unshift(this.#system());
-    find("settings-list").replaceChildren(...boxes, this.#logprobs());
+    const thinks = thinksByDefault(model) ?? thinksByDefault(rival);
+    if (thinks !== null) boxes.unshift(this.#switch("think", current().think ?? thinks));
+    find("settings-list").replaceChildren(...boxes, this.#switch("logprobs", current().logprobs === true));
   }
 
   #keep(changes) {
@@ -66,11 +68,11 @@ export class SettingsDrawer {
     return field("system", box);
   }
 
-  #logprobs() {
+  #switch(name, checked) {
     const box = make("input");
-    Object.assign(box, { type: "checkbox", checked: current().logprobs === true });
-    box.addEventListener("change", () => this.#keep({ logprobs: box.checked }));
-    const place = field("logprobs", box);
+    Object.assign(box, { type: "checkbox", checked });
+    box.addEventListener("change", () => this.#keep({ [name]: box.checked }));
+    const place = field(name, box);
     place.classList.add("switch");
     return place;
   }

@@ -1,6 +1,6 @@
 // The reader's settings, kept on the device: what a request asks for beyond the server's own defaults.
 
-import { knowsSystem } from "../about.js";
+import { knowsSystem, thinksByDefault } from "../about.js";
 
 const KEY = "nanochat.settings";
 const LIVELY = 0.6; // the least temperature of a second answer, or it would be the first one again
@@ -26,7 +26,7 @@ function kept() {
   }
 }
 
-/** The settings of a value that are valid: the numbers by name, `system`, a text, and `logprobs`, true or absent. */
+/** The valid settings of a value: the numbers by name, `system`, a text, `think`, true or false, and `logprobs`, true. */
 export function readSettings(value) {
   const read = {};
   for (const { name, low, high, step } of NUMBERS) {
@@ -34,6 +34,7 @@ export function readSettings(value) {
     if (typeof number === "number" && number >= low && number <= high && (step < 1 || Number.isInteger(number))) read[name] = number;
   }
   if (typeof value.system === "string" && value.system.trim()) read.system = value.system;
+  if (typeof value.think === "boolean") read.think = value.think;
   if (value.logprobs === true) read.logprobs = true;
   return read;
 }
@@ -68,7 +69,7 @@ export function defaultTokens(model) {
  * on by the number of answers `before`, as it would give the same answer again.
  */
 export function requestSettings(model, lively, before) {
-  const { system, logprobs, seed, max_tokens, temperature, top_k, ...numbers } = settings;
+  const { system, think, logprobs, seed, max_tokens, temperature, top_k, ...numbers } = settings;
   return {
     ...numbers,
     model: model.id,
@@ -77,7 +78,15 @@ export function requestSettings(model, lively, before) {
     seed: seed === undefined ? undefined : seed + before,
     max_tokens: max_tokens ? Math.min(max_tokens, Math.max(1, model.context_length - 1)) : defaultTokens(model),
     ...(logprobs && { logprobs: true, top_logprobs: ALTERNATIVES }),
+    ...templateSettings(model),
   };
+}
+
+/** Return the fields of a request to a model that change how its chat template writes the prompt. */
+export function templateSettings(model) {
+  const { think } = settings;
+  if (think === undefined || thinksByDefault(model) === null) return {};
+  return { chat_template_kwargs: { enable_thinking: think } };
 }
 
 /** Return the system message of a chat with a model, as a list of at most one message. */
