@@ -69,7 +69,7 @@ def test_a_schema_whose_reply_was_given_up_is_refused_in_the_users_language(monk
     schemas, schema = Schemas(TOKENIZER), json.dumps(PERSON)
     monkeypatch.setenv("NANOCHAT_LANG", "zh")
     schemas.give_up(schema)
-    with pytest.raises(UserError, match="太复杂.*pattern.*minLength.*maxLength"):
+    with pytest.raises(UserError, match="太复杂"):
         schemas.grammar(schema)
 
 
