@@ -272,7 +272,6 @@ class Requests(h11.Connection):
                 )
         return event
 
-
     def send(self, event: Any) -> bytes | None:
         """Return the bytes of an event; an answer before the end of the body announces the close.
 
