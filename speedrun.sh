@@ -4,6 +4,9 @@
 #   bash speedrun.sh --data tinyworld   the embedded corpus on any device; needs no network
 #   bash speedrun.sh --preset smoke     every stage in two minutes, to see that everything works
 #   bash speedrun.sh --preset d12       FineWeb-Edu, 12 layers, as published for Ascend; the default of speedrun_npu.sh
+#   bash speedrun.sh --preset gpt2      ClimbMix (CC BY-NC 4.0, not for commercial use), 24 layers: GPT-2's CORE on 8 GPUs or 8 to 16 NPUs
+#   bash speedrun.sh --preset gpt2 --plan             hours, memory, disk and FLOPs of d12, d20 or gpt2, and nothing else
+#   bash speedrun.sh --preset gpt2 --recipe upstream  d12, d20 or gpt2 as upstream's model, without what ours adds to it
 #   bash speedrun.sh --family qwen3     a model of Qwen3's shape, which transformers, vLLM and llama.cpp load once exported
 #   bash speedrun.sh --other_code       resume a stage that started before you changed the code
 # Set NPROC_PER_NODE to use fewer devices than the machine has.
@@ -18,11 +21,13 @@ words=("$@")
 preset=auto
 data=auto
 family=gpt
+recipe=ours
+plan=
 train_flags=() # for all training stages
 while [ $# -gt 0 ]; do
     case $1 in
-    --preset=* | --data=* | --family=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
-    --preset | --data | --family)
+    --preset=* | --data=* | --family=* | --recipe=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
+    --preset | --data | --family | --recipe)
         if [ $# -lt 2 ]; then
             echo "error: $1 needs a value; bash speedrun.sh --help lists the flags" >&2
             exit 2
@@ -30,19 +35,20 @@ while [ $# -gt 0 ]; do
         printf -v "${1#--}" %s "$2"
         shift 2
         ;;
+    --plan) plan=yes && shift ;;
     --other_code | --other-code) train_flags+=(--other_code) && shift ;;
     -h | --help)
         sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
         exit 0
         ;;
     *)
-        echo "error: speedrun.sh takes --preset auto|smoke|tinyworld|tinyworld-small|d12|d20, --data NAME, --family gpt|qwen3 and --other_code, got $1; bash speedrun.sh --help lists the flags" >&2
+        echo "error: speedrun.sh takes --preset auto|smoke|tinyworld|tinyworld-small|d12|d20|gpt2, --data NAME, --family gpt|qwen3, --recipe ours|upstream, --plan and --other_code, got $1; bash speedrun.sh --help lists the flags" >&2
         exit 2
         ;;
     esac
 done
-case $preset in auto | smoke | tinyworld | tinyworld-small | d12 | d20) ;; *)
-    echo "error: --preset must be auto, smoke, tinyworld, tinyworld-small, d12 or d20, got $preset; bash speedrun.sh --help lists the flags" >&2
+case $preset in auto | smoke | tinyworld | tinyworld-small | d12 | d20 | gpt2) ;; *)
+    echo "error: --preset must be auto, smoke, tinyworld, tinyworld-small, d12, d20 or gpt2, got $preset; bash speedrun.sh --help lists the flags" >&2
     exit 2
     ;;
 esac
@@ -51,6 +57,15 @@ case $family in gpt | qwen3) ;; *)
     exit 2
     ;;
 esac
+case $recipe in ours | upstream) ;; *)
+    echo "error: --recipe must be ours or upstream, got $recipe; bash speedrun.sh --help lists the flags" >&2
+    exit 2
+    ;;
+esac
+if [ $recipe = upstream ] && { [ $family != gpt ] || [[ ! $preset =~ ^(d12|d20|gpt2)$ ]]; }; then
+    echo "error: --recipe upstream goes with --preset d12, d20 or gpt2 and without --family qwen3; add --preset gpt2" >&2
+    exit 2
+fi
 
 # speedrun_npu.sh sets NPUs up; it sets NANOCHAT_DEVICE, or `speedrun_npu` where it finds no NPU to use.
 if [ -z "${NANOCHAT_DEVICE:-}${speedrun_npu:-}" ] && compgen -G "${ASCEND_ROOT_PREFIX:-}/dev/davinci[0-9]*" >/dev/null; then
@@ -62,6 +77,7 @@ fi
 # shellcheck disable=SC2119  # setup_env must not get the flags of this script
 setup_env
 export OMP_WAIT_POLICY=PASSIVE # threads that wait long must not spin on cores that other processes need
+if [ -n "$plan" ]; then exec python -m nanochat.planner --preset "$preset" --recipe "$recipe"; fi
 base=$(python -m nanochat.common)
 export NANOCHAT_BASE_DIR=$base # one folder for this script and for Python, also if it was given with a ~
 
@@ -84,6 +100,7 @@ finish() { # print the table of results and what to type next
 
 key="$preset $data" # identifies a finished run by the flags that it was started with
 [ "$family" = gpt ] || key+=" $family"
+[ "$recipe" = ours ] || key+=" $recipe"
 if python -m nanochat.report finished --key "$key"; then
     echo "Everything is done already / 全部阶段都已完成。"
     finish
@@ -104,7 +121,7 @@ fi
 
 # --- what to train ---------------------------------------------------------------------------------
 
-read -r device dtype devices speed matmul < <(python -m nanochat.device)
+read -r device dtype devices speed matmul eight_bits < <(python -m nanochat.device)
 if [ -n "${NPROC_PER_NODE:-}" ]; then
     if ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || { [ "$device" != cpu ] && [ "$NPROC_PER_NODE" -gt "$devices" ]; }; then
         echo "error: NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE; set another number, or unset it to use all of them" >&2
@@ -123,13 +140,13 @@ if [ "$preset" = auto ]; then
 fi
 if [ "$data" = auto ]; then
     data=tinyworld
-    case $preset in d12 | d20) data=fineweb ;; esac
+    case $preset in d12 | d20) data=fineweb ;; gpt2) data=climbmix ;; esac
 fi
 case $preset in smoke | tinyworld*) # their sizes, steps and evaluations suit no other corpus
     if [ "$data" != tinyworld ]; then
         {
-            echo "错误：预设 $preset 只用 TinyWorld 训练，得到的是 --data $data；请加 --preset d12 或 d20，或按 docs/data.md 逐个运行各阶段"
-            echo "error: the preset $preset trains on TinyWorld only, got --data $data; add --preset d12 or d20, or run the stages one by one as docs/data.md shows"
+            echo "错误：预设 $preset 只用 TinyWorld 训练，得到的是 --data $data；请加 --preset d12、d20 或 gpt2，或按 docs/data.md 逐个运行各阶段"
+            echo "error: the preset $preset trains on TinyWorld only, got --data $data; add --preset d12, d20 or gpt2, or run the stages one by one as docs/data.md shows"
         } >&2
         exit 2
     fi
@@ -196,6 +213,11 @@ if [ $family = qwen3 ]; then
     family_flags=(--family qwen3)
     of_family=-qwen3
 fi
+recipe_flags=()
+if [ $recipe = upstream ]; then # what base_train adds to upstream's model; its rates and schedules are upstream's
+    recipe_flags=(--bigram_rows=0 --offset_layers=0)
+    of_family=-upstream
+fi
 
 tinyworld() { # VOCABULARY TOKENS; takes the name of the model from tag, its size from size, and the flags of the stages from base_flags, mid_flags, sft_flags, rl_flags and eval_flags, and of the evaluations reply
     preflight "${size[@]}" --vocab_size "$1" --tokens "$2"
@@ -212,14 +234,15 @@ tinyworld() { # VOCABULARY TOKENS; takes the name of the model from tag, its siz
     stage rl_eval scripts.chat_eval -i rl -g $tag -m $reply -b 128 --once "${eval_flags[@]}"
 }
 
-fineweb() { # SHARDS DEPTH; takes the flags of the stages from base_flags, mid_flags, sft_flags and rl_flags
+fineweb() { # SHARDS DEPTH; takes the corpus to fetch from corpus, the vocabulary from vocabulary, and the flags of the stages from base_flags, mid_flags, sft_flags and rl_flags
     tag=d$2$of_family
-    local every=(--model_tag="$tag")
-    preflight --depth "$2" --shards "$([ "$data" = fineweb ] && echo "$1" || echo 0)"
-    if [ "$data" = fineweb ]; then run_stage dataset python -m nanochat.dataset -n "$1"; fi
-    run_stage tok_train python -m scripts.tok_train --data "$data" --max_chars=2000000000 --vocab_size=65536 "${tokenizer_flags[@]}"
+    local every=(--model_tag="$tag") shards=0
+    if [ "$data" = "$corpus" ]; then shards=$1; fi
+    preflight --depth "$2" --shards "$shards" --vocab_size "$vocabulary" "${horizon[@]}"
+    if [ "$shards" -gt 0 ]; then run_stage dataset python -m nanochat.dataset --data "$corpus" -n "$shards"; fi
+    run_stage tok_train python -m scripts.tok_train --data "$data" --max_chars=2000000000 --vocab_size="$vocabulary" "${tokenizer_flags[@]}"
     run_stage tok_eval python -m scripts.tok_eval --data "$data"
-    train base_train scripts.base_train --data "$data" --model_tag="$tag" "${family_flags[@]}" "${base_flags[@]}"
+    train base_train scripts.base_train --data "$data" --model_tag="$tag" "${family_flags[@]}" "${recipe_flags[@]}" "${base_flags[@]}"
     stage base_loss scripts.base_loss --once "${every[@]}"
     stage base_eval scripts.base_eval "${every[@]}"
     train mid_train scripts.mid_train "${every[@]}" "${mid_flags[@]}"
@@ -255,6 +278,7 @@ ascend_d12() { # set the flags that the guides for Ascend publish, for 1, 2, 4, 
 size=(--depth=4 --model_dim=192 --head_dim=64 --max_seq_len=256)
 eval_flags=()
 reply=160 # tokens: no story is longer
+corpus=fineweb vocabulary=65536 horizon=()
 case $preset in
 smoke)
     reply=48
@@ -298,6 +322,17 @@ d20)
     sft_flags=("$(fit target_examples_per_step 32)")
     rl_flags=("$(fit examples_per_step 16)")
     fineweb 120 20
+    ;;
+gpt2)
+    # The sizes of upstream's fastest published run: 8 tokens per parameter, in FP8 where the GPUs have it.
+    corpus=climbmix vocabulary=32768 horizon=(--tokens 5.84e9)
+    base_flags=(--depth=24 --target_param_data_ratio=8) mid_flags=()
+    if [ $family = gpt ] && [ "$eight_bits" = fp8 ]; then base_flags+=(--matmul=fp8); fi
+    sft_flags=("$(fit target_examples_per_step 32)")
+    rl_flags=("$(fit examples_per_step 16)")
+    # With CORE's tasks here, base_train measures CORE as it trains.
+    python -m scripts.base_eval --download_only || echo "speedrun: without CORE's tasks the run has every other figure"
+    fineweb 130 24
     ;;
 esac
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the whole pipeline on Ascend NPUs: sets up the host, then trains the published d12, 262,144 tokens per step.
 #   bash speedrun_npu.sh                                    FineWeb-Edu, 12 layers, on 1, 2, 4, 8 or 16 cards
+#   bash speedrun_npu.sh --preset gpt2 --plan               hours, memory and disk of 24 layers on ClimbMix, for 8 to 16 cards
 #   bash speedrun_npu.sh --data tinyworld                   the embedded corpus; needs no network
 #   bash speedrun_npu.sh --data tinyworld --preset smoke    every stage in minutes, to see that everything works
 # Choose cards with ASCEND_RT_VISIBLE_DEVICES=0,1 or NPROC_PER_NODE=2, and a mirror for data with HF_ENDPOINT. The flags

@@ -471,8 +471,8 @@ def compiler_missing(compute: Compute) -> str:
     return compute.platform.compiler_missing()
 
 
-# For shell scripts: the device, its number format, how many there are, "slow" or "fast", and the
-# --matmul that presets of a GPT ask for.
+# For shell scripts: the device, its number format, how many there are, "slow" or "fast", the
+# --matmul that presets of a GPT ask for, and "fp8" or "no".
 if __name__ == "__main__":
     try:
         _name = chosen()[0]
@@ -482,7 +482,8 @@ if __name__ == "__main__":
         _format = dtype_name(_dtype_chosen)
         _speed = "slow" if _platform.is_slow() else "fast"
         _matmul = _platform.preset_matmul(_dtype_chosen)
-        print(_name, _format, _platform.count(), _speed, _matmul)
+        _eight_bits = "fp8" if _platform.has_fp8() else "no"
+        print(_name, _format, _platform.count(), _speed, _matmul, _eight_bits)
     except UserError as _mistake:
         complain(tr("error: {mistake}", mistake=_mistake))
         sys.exit(_mistake.exit_code)

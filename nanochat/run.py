@@ -491,7 +491,7 @@ class Run:
         The clock of the next step starts after the block.
         """
         try:
-            yield self._must_measure(every, ends)
+            yield self.must_measure(every, ends)
             self._flush()
         except signals.Stopped:
             self._cut = True
@@ -504,7 +504,8 @@ class Run:
             self._profile.begin_step()
             self._step_start = (time.perf_counter(), time.process_time())
 
-    def _must_measure(self, every: int, ends: bool) -> bool:
+    def must_measure(self, every: int, ends: bool = False) -> bool:
+        """Return whether between_steps() would measure now with these arguments."""
         if self._line is None or self._cut:
             return False
         last = self.step == self.plan.steps

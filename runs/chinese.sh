@@ -19,7 +19,7 @@ while [ $# -gt 0 ]; do
     --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
     --preset | --data | --depth | --shards | --from | --mix) flag "${1#--}" "${2-}" && shift 2 ;;
     --plan) plan=yes && shift ;;
-    -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 0 ;;
+    -h | --help) show_help ;;
     *)
         echo "error: runs/chinese.sh takes --preset full|cpu|tiny, --data, --depth, --shards, --from, --mix and --plan, got $1" >&2
         exit 2

@@ -2,6 +2,11 @@
 # Functions for the scripts of this folder, which source this file in the root of the repository.
 source runs/sizes.sh
 
+show_help() { # print the comment at the top of the script in this folder that runs, and end
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "runs/${0##*/}"
+    exit 0
+}
+
 prepare() { # make the environment of this host; sets `base`, `device`, `matmul`, and `devices`, which NPROC_PER_NODE may lower
     local code=3
     case ${NANOCHAT_DEVICE:-npu} in npu)
@@ -23,7 +28,7 @@ prepare() { # make the environment of this host; sets `base`, `device`, `matmul`
     export OMP_WAIT_POLICY=PASSIVE
     base=$(python -m nanochat.common)
     export NANOCHAT_BASE_DIR=$base # one folder for these scripts and for Python, also if it was given with a ~
-    read -r device _ devices _ matmul < <(python -m nanochat.device)
+    read -r device _ devices _ matmul _ < <(python -m nanochat.device)
     if [ -n "${NPROC_PER_NODE:-}" ]; then
         if ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || { [ "$device" != cpu ] && [ "$NPROC_PER_NODE" -gt "$devices" ]; }; then
             echo "error: NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE; set another number, or unset it to use all of them" >&2

@@ -17,10 +17,7 @@ while [ $# -gt 0 ]; do
     case $1 in
     --model=*) flag model "${1#*=}" && shift ;;
     --model) flag model "${2-}" && shift 2 ;;
-    -h | --help)
-        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-        exit 0
-        ;;
+    -h | --help) show_help ;;
     *) flags+=("$1") && shift ;;
     esac
 done

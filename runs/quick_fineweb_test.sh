@@ -13,10 +13,7 @@ while [ $# -gt 0 ]; do
     case $1 in
     --shards) flag shards "${2-}" && shift 2 ;;
     --shards=*) flag shards "${1#*=}" && shift ;;
-    -h | --help)
-        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-        exit 0
-        ;;
+    -h | --help) show_help ;;
     *) flags+=("$1") && shift ;;
     esac
 done

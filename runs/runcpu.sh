@@ -16,7 +16,7 @@ while [ $# -gt 0 ]; do
     --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
     --preset | --data | --steps | --shards | --from) flag "${1#--}" "${2-}" && shift 2 ;;
     --plan) plan=yes && shift ;;
-    -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 0 ;;
+    -h | --help) show_help ;;
     *)
         echo "error: runs/runcpu.sh takes --preset full|tiny, --data, --steps, --shards, --from and --plan, got $1" >&2
         exit 2

@@ -46,6 +46,9 @@ class Config(MeasuredFlags):
     Set it if you copied the bundle by hand."""
     download: bool = False
     """Download the bundle (162 MB) into the base folder first, unless it is there already."""
+    download_only: bool = False
+    """Download the bundle, unless it is there already, and evaluate nothing.
+    Pretraining can then measure CORE as it trains."""
     tasks: str | None = None
     """Multiple choice to evaluate, with | between the names:
     ARC-Easy, ARC-Challenge, MMLU, MMLU-Pro, C-Eval, CMMLU.
@@ -238,10 +241,13 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
 
     Raises UserError if nothing was evaluated (exit code 2), or at the end if a task failed.
     """
-    if cfg.download:
+    if cfg.download or cfg.download_only:
         if compute.main and core_eval.find_bundle(cfg.eval_bundle) is None:
             core_eval.download_bundle()
         device.barrier(compute)
+    if cfg.download_only:
+        log(tr("CORE's tasks: {folder}", folder=core_eval.find_bundle(cfg.eval_bundle)))
+        return {}
     loaded = cfg.load(compute, "base")
     compute.operations.serve(loaded.model)
     log(

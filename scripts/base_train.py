@@ -16,9 +16,9 @@ from nanochat.optim import Rates
 from nanochat.platforms.operations import Matmul
 from nanochat.run import Plan, Run, launch, open_folder
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
-from nanochat.train import sizes
+from nanochat.train import sizes, task_scores
 from nanochat.train.fit import probe
-from nanochat.train.flags import Auto, BatchFlags, Free, Rare, RunFlags, check_ranges
+from nanochat.train.flags import Auto, BatchFlags, CoreFlags, Free, Rare, RunFlags, check_ranges
 from nanochat.train.setup import set_matmul, set_up
 from nanochat.train.validation import Validation
 from tasks.needs import warn_of_missing
@@ -99,6 +99,8 @@ class Config:
     """replies to held-out prompts to keep at each measurement, as the page /runs shows them; 0: none"""
     rates: Rare[Rates] = Rates()
     """learning rates of the parameters' roles"""
+    core: CoreFlags = CoreFlags()
+    """measurements on tasks, of the model as it trains"""
     run: RunFlags = RunFlags()
     """how the run is computed, saved and resumed"""
 
@@ -197,6 +199,9 @@ def train(cfg: Config, compute: Compute) -> None:
     )
     val_tokens = cfg.eval_tokens or 20 * batch.tokens_per_step
     validation = Validation(val_rows, val_tokens, model, tokenizer, cfg.samples, compute)
+    scores = task_scores.of_base_model(
+        cfg.core, model, tokenizer, corpus.name, steps, steps * batch.tokens_per_step, compute
+    )
     plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)
     warmup = schedule.warmup_steps(cfg.schedule.warmup_steps, steps)
 
@@ -211,6 +216,8 @@ def train(cfg: Config, compute: Compute) -> None:
                     run.record(val_bpb=val_bpb)
                     log(f"step {step:05d} | validation: {val_bpb:.4f} bits per byte")
                     validation.keep_replies(folder.path, step)
+                if run.must_measure(scores.every):
+                    run.record(**scores.measure(step))
             if run.ended:
                 break
 

@@ -15,10 +15,11 @@ from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
 from nanochat.optim import Rates
 from nanochat.run import Plan, Run, launch, load_parent, open_folder, parent_of
-from nanochat.train import sizes
+from nanochat.train import sizes, task_scores
 from nanochat.train.fit import probe
 from nanochat.train.flags import (
     ChatFlags,
+    CoreFlags,
     Epochs,
     ExampleFlags,
     Free,
@@ -30,7 +31,7 @@ from nanochat.train.flags import (
 from nanochat.train.setup import set_up
 from nanochat.train.start_weights import StartWeights
 from nanochat.train.validation import Validation
-from tasks.mixtures import mix
+from tasks.mixtures import curriculum, mix
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Config:
     """how a step is split"""
     rates: Rare[Rates] = Rates(weight_decay=0.0)
     """learning rates of the parameters' roles"""
+    core: CoreFlags = CoreFlags()
+    """measurements on tasks, of the model as it trains"""
     run: RunFlags = RunFlags()
     """how the run is computed, saved and resumed"""
 
@@ -102,6 +105,18 @@ def train(cfg: Config, compute: Compute) -> None:
     optimizers = set_up(model, rates, cfg.init_lr_frac, folder.path, cfg.run, compute)
     start = StartWeights(cast(nn.Module, model), cfg.start_share)  # before a checkpoint is loaded
     validation = Validation(val_rows, 20 * per_step, model, tokenizer, cfg.stage.samples, compute)
+    measures = curriculum(corpus).measures(False)
+    scores = task_scores.of_chat_model(
+        cfg.core,
+        measures,
+        model,
+        tokenizer,
+        corpus,
+        steps,
+        steps * per_step,
+        cfg.chats.conversations is not None,
+        compute,
+    )
     plan = Plan(steps, per_step, batch.rows_per_step, rows.key)
 
     with Run(folder, plan, model, tokenizer, optimizers, cfg.run, compute) as run:
@@ -115,6 +130,8 @@ def train(cfg: Config, compute: Compute) -> None:
                     run.record(val_bpb=val_bpb)
                     log(f"step {step:05d} | validation: {val_bpb:.4f} bits per byte of the answers")
                     validation.keep_replies(folder.path, step)
+                if run.must_measure(scores.every):
+                    run.record(**scores.measure(step))
             if run.ended:
                 break
 

@@ -13,11 +13,12 @@ from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
 from nanochat.optim import Rates
 from nanochat.run import Plan, Run, launch, load_parent, open_folder, parent_of
-from nanochat.train import sizes
+from nanochat.train import sizes, task_scores
 from nanochat.train.fit import probe
 from nanochat.train.flags import (
     BatchFlags,
     ChatFlags,
+    CoreFlags,
     Epochs,
     Free,
     Rare,
@@ -27,7 +28,7 @@ from nanochat.train.flags import (
 )
 from nanochat.train.setup import set_up
 from nanochat.train.validation import Validation
-from tasks.mixtures import mix
+from tasks.mixtures import curriculum, mix
 from tasks.needs import warn_of_missing
 
 
@@ -56,6 +57,8 @@ class Config:
     """how a step is split"""
     rates: Rare[Rates] = Rates(weight_decay=0.0)
     """learning rates of the parameters' roles"""
+    core: CoreFlags = CoreFlags()
+    """measurements on tasks, of the model as it trains"""
     run: RunFlags = RunFlags()
     """how the run is computed, saved and resumed"""
 
@@ -106,6 +109,18 @@ def train(cfg: Config, compute: Compute) -> None:
     optimizers = set_up(model, cfg.rates.for_batch(per_step), scale, folder.path, cfg.run, compute)
     validation = Validation(val_rows, 20 * per_step, model, tokenizer, cfg.stage.samples, compute)
     of_what = " of the answers" if cfg.answers_only else ""
+    measures = curriculum(corpus).measures(False)
+    scores = task_scores.of_chat_model(
+        cfg.core,
+        measures,
+        model,
+        tokenizer,
+        corpus,
+        steps,
+        steps * per_step,
+        cfg.chats.conversations is not None,
+        compute,
+    )
     plan = Plan(steps, per_step, batch.rows_per_step, rows.key)
 
     with Run(folder, plan, model, tokenizer, optimizers, cfg.run, compute) as run:
@@ -119,6 +134,8 @@ def train(cfg: Config, compute: Compute) -> None:
                     run.record(val_bpb=val_bpb)
                     log(f"step {step:05d} | validation: {val_bpb:.4f} bits per byte{of_what}")
                     validation.keep_replies(folder.path, step)
+                if run.must_measure(scores.every):
+                    run.record(**scores.measure(step))
             if run.ended:
                 break
 

@@ -17,6 +17,8 @@ NAMED = 4  # changed files that an error message lists
 # command line and in a saved run.
 RENAMED = {
     "batch_size": "device_batch_size",
+    "core_metric_every": "core_every",
+    "core_metric_max_per_task": "core_examples",
     "eval_steps": "eval_every",
     "resume_from_step": "resume",
     "save_steps": "save_every",
@@ -40,8 +42,6 @@ def removed_flags() -> dict[str, str]:
     """Return a dict from each removed flag to what to use instead."""
     return {
         "aspect_ratio": tr("--model_dim=N sets the number of channels"),
-        "core_metric_every": tr("`python -m scripts.base_eval` measures CORE after training"),
-        "core_metric_max_per_task": tr("`python -m scripts.base_eval --max_per_task=N` limits it"),
         "gradient_checkpointing": tr("--checkpoint_activations of scripts.finetune does it"),
         "sample_every": tr("replies are kept at each validation; --samples=N sets how many"),
     }

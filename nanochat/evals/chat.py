@@ -92,6 +92,7 @@ def evaluate(
     on_reply: OnReply | None = None,
     on_record: OnRecord | None = None,
     graphs: bool = False,
+    shown: bool = True,
 ) -> Score:
     """Return the score of a model on the first `limit` problems of a task.
 
@@ -103,10 +104,10 @@ def evaluate(
     into the context are left out, starting with the first.
 
     `on_reply` is called with every written reply of this rank, and `on_record` with a record of
-    each of its answers. With `graphs`, decoding steps are replayed as captured graphs. Raises
-    UserError on every rank if there is no problem or if `samples` or `batch_size` is less than 1
-    (exit code 2), or if any rank finds a malformed problem or a letter that is not one token.
-    Raises signals.Stopped if any rank is asked to stop.
+    each of its answers. With `graphs`, decoding steps are replayed as captured graphs. With
+    `shown`, rank 0 shows a progress bar. Raises UserError on every rank if there is no problem or
+    if `samples` or `batch_size` is less than 1 (exit code 2), or if any rank finds a malformed
+    problem or a letter that is not one token. Raises signals.Stopped if any rank is asked to stop.
     """
     total = len(task) if limit is None else min(limit, len(task))
     if min(total, samples, batch_size) < 1:
@@ -135,7 +136,7 @@ def evaluate(
         with contextlib.suppress(signals.Stopped):  # raised below, on all ranks at once
             if by_letter:
                 grades = _grade_letters(
-                    task, fitting, model, tokenizer, batch_size, compute, on_record
+                    task, fitting, model, tokenizer, batch_size, compute, on_record, shown
                 )
             else:
                 grades = _grade_replies(
@@ -150,6 +151,7 @@ def evaluate(
                     on_reply,
                     on_record,
                     graphs,
+                    shown,
                 )
     signals.check(compute)  # ranks evaluate at their own pace, but stop together
     too_long = len(prompts) - len(fitting)
@@ -203,12 +205,14 @@ def progress(
     total: int,
     unit: str,
     compute: Compute,
+    shown: bool = True,
 ) -> Iterator[Advance]:
-    """Yield a function that advances the progress bar, which only rank 0 shows.
+    """Yield a function that advances the progress bar, which only rank 0 shows, if it is `shown`.
 
     The function raises signals.Stopped if a signal has asked the run to stop.
     """
-    with Progress(title, total, unit) if compute.main else contextlib.nullcontext() as bar:
+    is_shown = shown and compute.main
+    with Progress(title, total, unit) if is_shown else contextlib.nullcontext() as bar:
 
         def advance(by: float) -> None:
             signals.check_alone(compute)
@@ -237,6 +241,7 @@ def _grade_letters(
     batch_size: int,
     compute: Compute,
     on_record: OnRecord | None,
+    shown: bool,
 ) -> dict[int, list[float]]:
     """Return a dict from problem index to a list with one grade, that of the most likely letter.
 
@@ -248,7 +253,7 @@ def _grade_letters(
         for letter in letters[i]:
             tokens = [*prompt, _letter_id(tokenizer, letter)]
             rows.append(PromptRow(i, tokens, len(prompt)))
-    with progress(task.name, len(rows), tr("choices"), compute) as advance:
+    with progress(task.name, len(rows), tr("choices"), compute, shown) as advance:
         scored = score_rows(model, rows, tokenizer.bos, rows_per_batch=batch_size, on_batch=advance)
     grades: dict[int, list[float]] = {}
     likelihoods = iter(scored)
@@ -304,6 +309,7 @@ def _grade_replies(
     on_reply: OnReply | None,
     on_record: OnRecord | None,
     graphs: bool,
+    shown: bool,
 ) -> dict[int, list[float]]:
     """Let the model write replies, and return the grades of all samples by problem index."""
     if not prompts:
@@ -320,7 +326,7 @@ def _grade_replies(
         graphs=compute.platform if graphs else None,
     )
 
-    with progress(task.name, replies, tr("replies"), compute) as advance:
+    with progress(task.name, replies, tr("replies"), compute, shown) as advance:
         _, written, reply_grades = generate_and_grade(
             task,
             numbers,

@@ -31,10 +31,16 @@ from nanochat.common import (
 )
 from nanochat.data.sources import download
 from nanochat.device import Compute
-from nanochat.evals.likelihood import PromptRow, common_prefix, score_rows, shown_tokens
+from nanochat.evals.likelihood import (
+    PromptRow,
+    common_prefix,
+    score_rows,
+    shown_tokens,
+    tokens_read,
+)
 from nanochat.evals.records import Records
 from nanochat.model import Model
-from nanochat.runtime import parallel
+from nanochat.runtime import parallel, signals
 from nanochat.tokenizer import Tokenizer
 
 MAX_SHOTS = 100
@@ -46,6 +52,7 @@ MAX_FILES = 1_000
 SHUFFLE_SEED = 1337  # both seeds are the same as upstream's
 EXAMPLES_SEED = 1234
 PROBLEMS_AT_ONCE = 256  # the number of problems to render, tokenise and sort by length together
+COUNTED_PROBLEMS = 8  # of each task, from whose length that of the others is estimated
 
 # Kind of task -> the fields of its problems. `gold` is the index of the correct choice or context.
 FIELDS = {
@@ -467,19 +474,18 @@ def judge(
     tokenizer: Tokenizer,
     tokens_per_batch: int,
     records: Records | None = None,
+    on_batch: Callable[[int], None] = lambda rows: None,
 ) -> list[bool]:
     """Return whether the model solves each problem whose index is in `numbers`.
 
-    Each answer is added to `records`, if given.
+    Each answer is added to `records`, if given. `on_batch` is called after every forward pass.
     """
-    prompts: list[list[str]] = []  # the prompts of each problem
-    for number in numbers:
-        examples = [problems[i] for i in choose_examples(len(problems), number, task.shots)]
-        prompts.append(render(task, problems[number], examples))
-    rows = _encode(task.kind, prompts, tokenizer)
+    rows = _rows(task, problems, numbers, tokenizer)
     flat = [row for problem_rows in rows for row in problem_rows]
     greedy = task.kind == "language_modeling"
-    scored = score_rows(model, flat, tokenizer.bos, tokens_per_batch, greedy=greedy)
+    scored = score_rows(
+        model, flat, tokenizer.bos, tokens_per_batch, greedy=greedy, on_batch=on_batch
+    )
     likelihoods = iter(scored)
     verdicts = []
     for number, problem_rows in zip(numbers, rows, strict=True):
@@ -499,6 +505,20 @@ def judge(
         if records:
             records.add(number, record)
     return verdicts
+
+
+def _rows(
+    task: IclTask,
+    problems: Sequence[dict[str, Any]],
+    numbers: Sequence[int],
+    tokenizer: Tokenizer,
+) -> list[list[PromptRow]]:
+    """Return the rows to score for each problem whose index is in `numbers`."""
+    prompts: list[list[str]] = []  # the prompts of each problem
+    for number in numbers:
+        examples = [problems[i] for i in choose_examples(len(problems), number, task.shots)]
+        prompts.append(render(task, problems[number], examples))
+    return _encode(task.kind, prompts, tokenizer)
 
 
 def _encode(
@@ -529,13 +549,18 @@ def evaluate_task(
 
     The ranks divide the problems. If `records` holds, on every rank, the score of an earlier
     evaluation with the same model, settings and data, that score is returned. Raises UserError on
-    every rank if any rank finds malformed problems, too few problems or a loss that is not finite.
+    every rank if any rank finds malformed problems, too few problems or a loss that is not finite,
+    and signals.Stopped on every rank if a training run around it is asked to stop.
     """
     if records:
         saved_score = records.saved_score()
         on_all_ranks = parallel.least(int(saved_score is not None), compute)
         if on_all_ranks and saved_score is not None:
             return TaskScore(**saved_score)
+
+    def on_batch(_: int) -> None:
+        signals.check_alone(compute)
+
     begin = time.perf_counter()
     correct = 0
     with parallel.together(task.label, compute):
@@ -543,7 +568,9 @@ def evaluate_task(
         rank_numbers = range(compute.rank, len(problems), compute.world_size)
         for i in range(0, len(rank_numbers), PROBLEMS_AT_ONCE):
             numbers = rank_numbers[i : i + PROBLEMS_AT_ONCE]
-            verdicts = judge(task, problems, numbers, model, tokenizer, tokens_per_batch, records)
+            verdicts = judge(
+                task, problems, numbers, model, tokenizer, tokens_per_batch, records, on_batch
+            )
             correct += sum(verdicts)
     (all_correct,) = parallel.total([float(correct)], compute)
     accuracy = all_correct / len(problems)
@@ -563,10 +590,11 @@ def evaluate_core(
     limit: int | None = None,
     tokens_per_batch: int = 16384,
     records: Callable[[IclTask], Records] | None = None,
+    log_tasks: bool = True,
 ) -> Core:
     """Return CORE and the scores of all tasks in a bundle, on at most `limit` problems of each.
 
-    Each score is logged. `tokens_per_batch` limits the positions in a forward pass, padding
+    With `log_tasks`, each score is logged. `tokens_per_batch` limits the positions in a forward pass, padding
     included, unless one problem needs more. `records` returns the Records for a task's answers. A
     task whose evaluation raises UserError is left out with a warning, and CORE is then None. If all
     tasks raise it, so does this function.
@@ -585,6 +613,8 @@ def evaluate_core(
             broken.append(task.label)
             continue
         scores.append(score)
+        if not log_tasks:
+            continue
         log(
             tr(
                 "CORE {number:2}/{count} {label:<34} {shots:2}-shot | accuracy "
@@ -602,3 +632,18 @@ def evaluate_core(
         )
     core = None if broken else sum(score.centered for score in scores) / len(scores)
     return Core(tuple(scores), core, tuple(broken))
+
+
+def count_tokens(folder: Path, limit: int | None, tokenizer: Tokenizer) -> int:
+    """Estimate how many tokens a model reads for CORE on `limit` problems of each task.
+
+    The first eight problems (COUNTED_PROBLEMS) of each task are tokenised; the other problems are
+    taken to be as long. Raises UserError as evaluate_core() does.
+    """
+    tokens = 0.0
+    for task in read_bundle(folder):
+        problems = read_problems(task, limit)
+        counted = range(min(len(problems), COUNTED_PROBLEMS))
+        rows = [row for rows in _rows(task, problems, counted, tokenizer) for row in rows]
+        tokens += tokens_read(rows) / len(counted) * len(problems)
+    return round(tokens)

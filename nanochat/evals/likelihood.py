@@ -111,6 +111,15 @@ def score_rows(
     return [likelihoods[i] for i in range(len(rows))]
 
 
+def tokens_read(rows: Sequence[PromptRow]) -> int:
+    """Return how many tokens the model reads in score_rows(), without padding."""
+    tokens = 0
+    for family in _families(_inputs(rows), rows):
+        own_tokens = [len(member.tokens) - family.prefix_length for member in family.inputs]
+        tokens += family.prefix_length + sum(own_tokens)
+    return tokens
+
+
 def shown_tokens(rows: Sequence[PromptRow]) -> list[int]:
     """Return the tokens of the first row that come before the first scored token of any row."""
     end = min(row.start for row in rows)

@@ -3,6 +3,7 @@
 python -m nanochat.planner                            # pretraining on the cards of this host
 python -m nanochat.planner --chip 910B3 --ranks 8     # for other cards
 python -m nanochat.planner --table                    # d12 to d32, every known chip, 1 to 128 cards
+python -m nanochat.planner --preset gpt2              # hours, memory, disk and FLOPs of a preset of speedrun.sh
 python -m nanochat.planner --rows                     # rows of a pass that fit each chip's memory
 python -m nanochat.planner --published                # predictions of runs that others published
 python -m nanochat.planner --finetune --chip 910B3    # which models can be fine-tuned on 1 to 8 cards
@@ -29,6 +30,7 @@ from nanochat.planner.calibration import rates_for
 from nanochat.planner.cards import Rates
 from nanochat.planner.forecast import Tuning
 from nanochat.planner.plan import Plan, batch_of, check_trains, plan_of
+from nanochat.planner.presets import Cards, plan_text
 from nanochat.planner.programs import program_of
 from nanochat.planner.published_tuning import print_published, print_speeds
 from nanochat.planner.roofline import least_rows
@@ -38,6 +40,9 @@ from nanochat.platforms.base import Chip
 from nanochat.runtime import parallel
 from nanochat.runtime.progress import amount
 from nanochat.train.flags import Auto
+
+# Cards that --preset plans for on a host without any: kind and number
+REFERENCE = (("H100", 8), ("910B3", 8), ("910B3", 16))
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Config:
     """tokens of the vocabulary; default: as in speedrun.sh"""
     chip: str = ""
     """kind of card, such as 910A, 910B3 or 910C.
-    Names that torch_npu prints (Ascend910_9382) and names of servers (Atlas 900 A3) are accepted too.
+    Names that the vendor's tools print (Ascend910_9382) and names of servers (Atlas 900 A3) are accepted too.
     Default: the cards of this host, or with --table every kind"""
     ranks: int = 0
     """number of cards; default: all cards of this host, or with --table 1 to 128"""
@@ -63,6 +68,11 @@ class Config:
     rows: bool = False
     """print a table for several depths: how many rows of a pass fit,
     with a vocabulary of 32,768 / 65,536"""
+    preset: str = ""
+    """print the plan of a preset of speedrun.sh instead: d12, d20 or gpt2.
+    Without cards here and without --chip, it is that for 8 H100, 8 and 16 910B3"""
+    recipe: Literal["ours", "upstream"] = "ours"
+    """with --preset: the model to plan, as in speedrun.sh"""
     published: bool = False
     """for runs that others have published, print the predicted speed next to the reported speed"""
     published_memory: bool = False
@@ -308,6 +318,25 @@ def finetune_table(
     )
 
 
+def hosts_of(cfg: Config, chip: Chip | None, bench: calibration.Bench | None) -> list[Cards]:
+    """Return the cards to plan a preset for: those that the flags name, those here, or REFERENCE.
+
+    Raises UserError if the cards are for inference only.
+    """
+    host_chip, host_count = device.cards()
+    counts = [(chip_named(name), count) for name, count in REFERENCE]
+    if chip is not None and chip != host_chip:
+        counts = [(chip, cfg.ranks or 8)]
+    elif host_chip is not None:
+        counts = [(host_chip, cfg.ranks or max(host_count, 1))]
+    hosts = []
+    for kind, count in counts:
+        check_trains(kind)
+        rates, source = rates_for(kind, bench)
+        hosts.append(Cards(kind, count, rates, source.startswith("measured")))
+    return hosts
+
+
 def main(cfg: Config) -> None:
     """Print the planned flags or, if `cfg` asks for one, a table or a forecast of fine-tuning."""
     chip = chip_named(cfg.chip) if cfg.chip else None
@@ -323,6 +352,9 @@ def main(cfg: Config) -> None:
     bench = calibration.read(calibration.path_of())
     if cfg.table or cfg.rows or cfg.published:
         print_tables(cfg, chip, bench)
+        return
+    if cfg.preset:
+        print(plan_text(cfg.preset, hosts_of(cfg, chip, bench), cfg.recipe == "upstream"))
         return
     ranks = cfg.ranks
     if chip is None or ranks < 1:

@@ -24,6 +24,8 @@ VECTOR = 0.8  # share of the memory's bandwidth
 # Measured there with eight cards: all_reduce 126 GB/s and all_gather 130 GB/s a card, of 196 GB/s.
 LINK = 0.65  # share of a link's bandwidth in each direction
 FULL = 0.25  # speed of fp32 matmuls relative to 16 bits; 87 and 328 TFLOP/s on that 910B
+# FLOP/s of the best fp8 matmul on an H100, from the table Maximum Achievable Matmul FLOPS, as below.
+EIGHT_BITS = 1402.6e12
 LAUNCH_SECONDS = 12e-6  # host time to launch an operator; assumed, as no figure was published
 
 
@@ -99,3 +101,8 @@ def rates_of(chip: Chip) -> Rates | None:
         launch=LAUNCH_SECONDS,
         server=rating.server,
     )
+
+
+def in_fp8(rates: Rates) -> Rates:
+    """Return the rates of an H100 or H200 whose large matrices multiply in FP8."""
+    return replace(rates, matmul=SHAPES * EIGHT_BITS)

@@ -7,7 +7,7 @@ from nanochat.common import UserError, tr
 from nanochat.planner.cards import Rates
 from nanochat.planner.programs import program_of
 from nanochat.planner.roofline import Step, step_of
-from nanochat.planner.work import Size
+from nanochat.planner.work import Program, Size
 from nanochat.platforms.base import Chip
 from nanochat.train import sizes
 from nanochat.train.fit import disk
@@ -57,18 +57,18 @@ def uncertainty(rates: Rates, ranks: int, measured: bool) -> int:
     return within
 
 
-def batch_of(size: Size, ranks: int) -> int:
+def batch_of(size: Size, ranks: int, ratio: float = RATIO) -> int:
     """Return the number of tokens per step: speedrun.sh's preset, or else what training chooses.
 
-    Without a preset that the cards can share equally, the number is a multiple of one row on every
-    card.
+    The run trains on `ratio` tokens per scaling parameter. Without a preset that the cards can
+    share equally, the number is a multiple of one row on every card.
     """
     unit = size.shape.sequence_len * ranks
     preset = PRESET_TOKENS.get(size.shape.n_layer, 0)
     if ranks in PRESET_RANKS and preset and preset % unit == 0:
         return preset
     reference_tokens = RATIO * schedule.REFERENCE_SCALING_PARAMETERS
-    tokens = schedule.batch_tokens(RATIO * size.scaling, reference_tokens)
+    tokens = schedule.batch_tokens(ratio * size.scaling, reference_tokens)
     return max(round(tokens / unit), 1) * unit
 
 
@@ -90,12 +90,15 @@ def plan_of(
     batch: int,
     rates: Rates | None,
     measured: bool = False,
+    ratio: float = RATIO,
+    program: Program | None = None,
 ) -> Plan:
     """Return the plan of a run on `ranks` cards with `batch` tokens per step.
 
-    Without `rates`, the plan is based on memory alone. `measured` says whether the rates were
-    measured on your own cards. Raises UserError if the cards cannot train, or (exit code 2) if they
-    cannot share a step equally.
+    The run trains on `ratio` tokens per scaling parameter. `program` is the code that the cards
+    run, if it is not their usual one. Without `rates`, the plan is based on memory alone.
+    `measured` says whether the rates were measured on your own cards. Raises UserError if the cards
+    cannot train, or (exit code 2) if they cannot share a step equally.
     """
     check_trains(chip)
     unit = size.shape.sequence_len * ranks
@@ -117,12 +120,12 @@ def plan_of(
     while rows_of_card % rows:
         rows -= 1
     passes = rows_of_card // rows
-    tokens = RATIO * size.scaling
+    tokens = ratio * size.scaling
     shards = min(ranks, rates.server) if rates else ranks
     step = None
     mfu = None
     if rates is not None:
-        step = step_of(size, rows, passes, ranks, rates, program_of(chip.name))
+        step = step_of(size, rows, passes, ranks, rates, program or program_of(chip.name))
         if chip.tflops:
             mfu = step.tokens_per_second * size.flops_per_token / (ranks * chip.tflops * 1e12)
     return Plan(

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, replace
 
 from nanochat import device
-from nanochat.planner.cards import SHAPES, rates_of
-from nanochat.planner.programs import COMPILED, PLAIN
+from nanochat.planner.cards import in_fp8, rates_of
+from nanochat.planner.programs import COMPILED, COMPILED_FP8, PLAIN
 from nanochat.planner.roofline import step_of
 from nanochat.planner.work import Program, Size, Traffic, size_of
 from nanochat.platforms.base import Chip
@@ -20,10 +20,6 @@ from nanochat.platforms.base import Chip
 # here, by hand for compiled code and for fp8; the shares of attention and the cost of a launch are
 # estimates.
 FITTED = ("SHAPES",)
-# FLOP/s of the best fp8 matmul on an H100, from the table that RATINGS cites.
-EIGHT_BITS = 1402.6e12
-# Bytes for each token, layer and channel: 18 tensors a layer are scaled and cast to 8 bits.
-QUANTIZED = 120.0
 VOCABULARY = 32_768
 
 
@@ -59,7 +55,7 @@ class Run:
         rates = rates_of(self.chip)
         assert rates is not None, self.card
         if self.eight_bits:
-            rates = replace(rates, matmul=SHAPES * EIGHT_BITS)
+            rates = in_fp8(rates)
         step = step_of(self.size, self.rows, self.passes, self.ranks, rates, self.program)
         return step.tokens_per_second
 
@@ -94,9 +90,7 @@ MIXED = replace(
 )
 UPSTREAM = replace(COMPILED, sent=6.0, muon_sent=0.0)
 HALF = replace(UPSTREAM, shortest=1024)  # in January 2026 a short window was half of the context
-QUANTIZING = replace(
-    UPSTREAM, traffic=replace(UPSTREAM.traffic, stream=UPSTREAM.traffic.stream + QUANTIZED)
-)
+QUANTIZING = replace(UPSTREAM, traffic=COMPILED_FP8.traffic)
 
 RUNS = (
     Run(

@@ -171,6 +171,10 @@ class Platform:
         if matmul == "int8":
             self.use_int8(model, operations)
 
+    def has_fp8(self) -> bool:
+        """Return whether the device multiplies in FP8."""
+        return False
+
     def use_fp8(self, model: Model) -> None:
         """Make a model's large matrices multiply in FP8 during training.
 

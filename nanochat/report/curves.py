@@ -17,10 +17,15 @@ LABELS = {
     "val_bpb": "validation in\nbits per byte",
     "val_accuracy": "preferences followed\non held-out pairs",
     "general_perplexity": "perplexity of\ngeneral text",
+    "core": "CORE",
+    "chat_core": "chat tasks,\nmean above guessing",
 }
+# Curve -> name and value of a published model, drawn as a line for orientation. GPT-2's CORE is
+# upstream's measurement of the 1.6 B model on all problems (its README).
+LANDMARKS = {"core": ("GPT-2", 0.256525)}
 # Figures of RL that vary much from step to step, drawn faintly under their running mean.
 SCATTERED = ("reward", "entropy", "length", "sampler_gap", "kl", "policy_shift")
-TRAINING_CURVES = ("loss", "val_bpb", "val_accuracy", "general_perplexity")
+TRAINING_CURVES = ("loss", "val_bpb", "val_accuracy", "general_perplexity", "core", "chat_core")
 RL_CURVES = ("reward", "accuracy", *SCATTERED[1:])
 
 
@@ -78,6 +83,12 @@ def _draw_curve(
     curve: str,
     runs: Mapping[str, Mapping[str, Any]],
 ) -> None:
+    if curve in LANDMARKS:
+        landmark, value = LANDMARKS[curve]
+        axis.axhline(value, color="gray", linestyle="--", linewidth=1)
+        axis.annotate(
+            landmark, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom"
+        )
     scattered = curve in SCATTERED
     sparse = curve != "loss" and not scattered  # measured now and then, not in every step
     for index, (name, data) in enumerate(runs.items()):

@@ -13,6 +13,8 @@ CURVES = (
     "val_accuracy",
     "val_margin",
     "general_perplexity",
+    "core",
+    "chat_core",
     "reward",
     "accuracy",
     "entropy",

@@ -40,6 +40,8 @@ LEAST = {
     "eval_tokens": 1,
     "eval_examples": 1,
     "eval_every": 0,
+    "core_every": 0,
+    "core_examples": 1,
     "save_every": 0,
     "save_seconds": 0,
     "keep": 0,
@@ -74,6 +76,7 @@ ABOVE_ZERO = (
 )  # and finite
 SWITCHED_OFF_AT_0 = (
     "eval_every",
+    "core_every",
     "save_every",
     "save_seconds",
     "hang_seconds",
@@ -210,6 +213,18 @@ class StageFlags:
         learns from the file does not replace the one that learned from the corpus.
         """
         return named_after(parent_tag, file) if self.out_tag is None else self.out_tag
+
+
+@dataclass(frozen=True)
+class CoreFlags:
+    """When a model is measured on tasks while it trains."""
+
+    core_every: Free[int | Auto] = "auto"
+    """steps between measurements of CORE, or in chat stages of ChatCORE, on the same problems each time; 0: never.
+    auto: as often as costs 1 % of the run's FLOPs, and never where the tasks' data is not here"""
+    core_examples: Free[Rare[int]] = 100
+    """problems of each task for core_every; chat stages ask an eighth of them.
+    With other problems the curve of a resumed run jumps"""
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch.nn as nn
 
-from nanochat.checkpoint_manager.families import allocate, cast_matrices, on_meta
 from nanochat.data.conversation import Part, Task, words
 from nanochat.dataloader import Source
 from nanochat.device import Compute
@@ -17,6 +16,7 @@ from nanochat.model import Model
 from nanochat.runtime import parallel
 from nanochat.runtime.samples import Sample, keep_samples
 from nanochat.tokenizer import Tokenizer
+from nanochat.train.copies import whole_copy
 
 HELD_OUT = "held_out"  # the source of these samples, which the page of runs translates
 OPENING = 12  # number of tokens of a document that the model is given to continue
@@ -69,15 +69,11 @@ def keep_replies(
     """
     if not prompts:
         return
-    trained = cast(nn.Module, model)
     if not compute.main:
-        for _ in parallel.whole_parameters(trained):
+        for _ in parallel.whole_parameters(cast(nn.Module, model)):
             pass  # every rank must take part in gathering
         return
-    speaker = on_meta(cast(Any, model.config), compute).eval()
-    cast_matrices(speaker, compute.dtype)
-    allocate(speaker, compute.device)
-    parallel.refresh(speaker, trained)
+    speaker = whole_copy(model, compute)
     room = min(max(map(len, prompts)) + LONGEST, model.config.sequence_len)
     engine = Engine(speaker, tokenizer, len(prompts), room)
     greedy = Sampling(temperature=0.0, max_tokens=LONGEST)

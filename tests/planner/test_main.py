@@ -119,7 +119,7 @@ def test_a_chip_may_be_spelled_as_its_tools_or_its_box_spell_it(spelled: str, na
     assert [chip.name for chip in device.chips_called(spelled)] == names
 
 
-@pytest.mark.parametrize("depth", [12, 20])
+@pytest.mark.parametrize("depth", disk.SHARDS)
 def test_the_command_the_table_and_the_speedrun_name_one_speed(depth: int, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = said(capsys, chip="910B3", ranks=8, depth=depth)
     table = said(capsys, chip="910B3", ranks=8, table=True)[0]
@@ -129,6 +129,19 @@ def test_the_command_the_table_and_the_speedrun_name_one_speed(depth: int, capsy
     if depth == 12:
         assert (told := out.split()[1]) in script and told.endswith(str(plan.PRESET_TOKENS[12]))
     assert f"fineweb {disk.SHARDS[depth]} {depth}" in script
+
+
+def test_a_preset_is_planned_for_named_cards_with_its_own_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: hours are tokens over speed, and upstream's model has fewer parameters."""
+    ours = said(capsys, preset="gpt2", chip="910B3", ranks=16)[0]
+    row = ours.splitlines()[6].split(" | ")
+    assert row[:2] == ["| 910B3", "16"]
+    speed, hours = int(row[3].split()[0].replace(",", "")), float(row[5])
+    assert 8 * size_of(24, 32768).scaling / speed / 3600 == pytest.approx(hours, rel=0.02)
+    theirs = said(capsys, preset="gpt2", chip="910B3", recipe="upstream")[0]
+    assert f"{size_of(24, 32768, upstream=True).parameters:,} parameters" in theirs
+    with pytest.raises(UserError, match="the presets d12, d20, gpt2, got 'd8'"):
+        said(capsys, preset="d8")
 
 
 def test_a_chip_without_a_known_peak_is_planned_by_memory_alone() -> None:

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from nanochat import device
+from nanochat.planner import __main__ as planner
 from nanochat.planner import tables
 from nanochat.planner.cards import rates_of
-from nanochat.planner.plan import RATIO, batch_of, plan_of
+from nanochat.planner.plan import batch_of, plan_of
+from nanochat.planner.presets import PRESETS, plan_text
 from nanochat.planner.work import size_of
 from nanochat.platforms.ascend import chips as ascend_chips
 from nanochat.platforms.ascend import errors as ascend_errors
@@ -73,16 +76,33 @@ def test_speeds_hours_and_memory_are_the_planners(name: str) -> None:
             assert [f"{ranks} x {chip.name}", f"d{depth}", *tables.cells(plan, chip)] in found
 
 
-DISK = {12: (*MAIN, "华为昇腾运行指南.md", "docs/en/ascend-guide.md"),
-        20: ("docs/speedrun.md", "docs/zh/speedrun.md")}  # fmt: skip
+SPEEDRUN = ("docs/speedrun.md", "docs/zh/speedrun.md")
+DISK = {
+    **{name: ("d12",) for name in (*MAIN, "华为昇腾运行指南.md", "docs/en/ascend-guide.md")},
+    **dict.fromkeys(SPEEDRUN, ("d20", "gpt2")),
+}
 
 
-@pytest.mark.parametrize(("depth", "name"), [(depth, name) for depth in DISK for name in DISK[depth]])
-def test_the_disk_of_a_speedrun_is_the_planners(depth: int, name: str) -> None:
-    size = size_of(depth, 65_536)
-    needed = disk.of_speedrun(depth, RATIO * size.scaling, size.saved, 65_536)
-    told = re.findall(r"(?:write[s]? up to|最多再?写入) (\d+) GB", (ROOT / name).read_text(encoding="utf-8"))
-    assert told == [f"{needed / 1e9:.0f}"]
+@pytest.mark.parametrize(("name", "presets"), DISK.items())
+def test_the_disk_of_a_speedrun_is_the_planners(name: str, presets: tuple[str, ...]) -> None:
+    needed = []
+    for preset in map(PRESETS.__getitem__, presets):
+        size = size_of(preset.depth, preset.vocab_size)
+        tokens = preset.ratio * size.scaling
+        needed.append(
+            disk.of_speedrun(preset.depth, tokens, size.saved, preset.vocab_size, preset.corpus, preset.shards)
+        )
+    told = re.findall(r"(?:write[s]? up to|最多再?写入)\s(\d+)\sGB", (ROOT / name).read_text(encoding="utf-8"))
+    assert told == [f"{disk_bytes / 1e9:.0f}" for disk_bytes in needed]
+
+
+def test_the_plan_of_the_run_to_gpt2_is_the_planners(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "cards", lambda: (None, 0))
+    hosts = planner.hosts_of(planner.Config(preset="gpt2"), None, None)
+    plan = [line for line in plan_text("gpt2", hosts).splitlines() if line.startswith("| ")][2:]
+    for name in SPEEDRUN:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert "\n".join(plan) in text
 
 
 @pytest.mark.parametrize("name", TROUBLESHOOTING)

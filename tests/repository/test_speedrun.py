@@ -146,7 +146,7 @@ def a_wrong_flag_is_refused_before_anything_happens(clone: Clone) -> None:
 def test_a_corpus_that_the_preset_would_not_train_on_is_refused(tmp_path: Path, preset: str) -> None:
     clone = make_clone(tmp_path)
     assert clone.run("--preset", preset, "--data", "fineweb") == 2
-    assert "trains on TinyWorld only, got --data fineweb; add --preset d12 or d20" in clone.log
+    assert "trains on TinyWorld only, got --data fineweb; add --preset d12, d20 or gpt2" in clone.log
     assert "== " not in clone.log and not (clone.base / "report").exists()
 
 
@@ -168,3 +168,24 @@ def test_the_smoke_preset_from_nothing_over_kills_to_the_report(tmp_path: Path) 
     the_end_says_what_to_type_next(clone)
     typed_again_it_changes_no_file_and_says_so(clone)
     a_wrong_flag_is_refused_before_anything_happens(clone)
+
+
+def test_a_plan_is_printed_without_a_card_and_nothing_else_happens(tmp_path: Path) -> None:
+    clone = make_clone(tmp_path)
+    assert clone.run("--preset", "gpt2", "--plan") == 0
+    rows = [line.split(" | ")[:2] for line in clone.log.splitlines() if line.startswith("| ")]
+    assert rows[2:] == [["| H100, fp8", "8"], ["| H100", "8"], ["| 910B3", "8"], ["| 910B3", "16"]]
+    assert "CC BY-NC 4.0" in clone.log and "FLOPs" in clone.log
+    assert not any(clone.base.iterdir())
+    assert clone.run("--preset", "smoke", "--plan") == 2
+
+
+def test_a_recipe_is_refused_where_it_changes_nothing(tmp_path: Path) -> None:
+    clone = make_clone(tmp_path)
+    for flags in (
+        ["--recipe", "theirs"],
+        ["--recipe=upstream"],
+        ["--preset=gpt2", "--recipe=upstream", "--family=qwen3"],
+    ):
+        assert clone.run(*flags) == 2
+        assert "error: --recipe " in clone.log

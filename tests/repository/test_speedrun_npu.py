@@ -14,6 +14,8 @@ import pytest
 
 from nanochat.common import parse, values_of
 from nanochat.gpt import GPTConfig
+from nanochat.planner.presets import PRESETS
+from nanochat.planner.work import size_of
 from nanochat.runtime.tracking import read_metrics
 from nanochat.train import sizes
 from scripts import base_train, chat_rl, chat_sft, mid_train
@@ -30,7 +32,7 @@ case "$*" in
 *tools_npu.setup*) exec REAL "$@" ;;
 *version_info*) exit 0 ;;
 "-c "*"import cores"*) echo 2; exit ;;
-"-m nanochat.device") echo "${NANOCHAT_DEVICE:-cpu} bfloat16 ${FAKE_CARDS:-8} fast"; exit ;;
+"-m nanochat.device") echo "${NANOCHAT_DEVICE:-cpu} bfloat16 ${FAKE_CARDS:-8} fast ${FAKE_MATMUL:-auto no}"; exit ;;
 "-m nanochat.planner"*)
     echo "$*" >>"$CALLS"
     if [ "${FAKE_CHIP:-}" = 310P ]; then echo "error: 310P cards are for inference only" >&2; exit 1; fi
@@ -106,12 +108,12 @@ def test_the_published_pipeline_runs_on_any_number_of_cards(clone: Clone, cards:
 
 
 @pytest.mark.parametrize("cards", [1, 3, 8])
-@pytest.mark.parametrize("preset", ["smoke", "tinyworld", "tinyworld-small", "d12", "d20"])
+@pytest.mark.parametrize("preset", ["smoke", "tinyworld", "tinyworld-small", "d12", "d20", "gpt2"])
 def test_every_stage_of_a_preset_can_split_its_step_over_any_number_of_cards(
     clone: Clone, preset: str, cards: int
 ) -> None:
     make_host(clone.host, cards=cards)
-    published = preset.startswith("d")
+    published = preset in PRESETS
     data = [] if published else ["--data", "tinyworld"]
     code, out = clone.run("--preset", preset, *data, FAKE_CARDS=str(cards))
     assert code == 0, out
@@ -133,6 +135,28 @@ def test_every_stage_of_a_preset_can_split_its_step_over_any_number_of_cards(
     if cards == 1:  # what the presets were tuned for
         tuned = {"smoke": 2048, "tinyworld": 3072, "tinyworld-small": 4096, "d12": 262_144}
         assert steps[0] == tuned.get(preset, "auto")
+
+
+@pytest.mark.parametrize("eight_bits", ["fp8", "no"])
+@pytest.mark.parametrize("recipe", ["ours", "upstream"])
+def test_the_run_to_gpt2_has_the_sizes_of_its_plan(clone: Clone, recipe: str, eight_bits: str) -> None:
+    code, out = clone.run("--preset=gpt2", f"--recipe={recipe}", script="speedrun.sh", NANOCHAT_DEVICE="cuda",
+                          FAKE_MATMUL=f"auto {eight_bits}")  # fmt: skip
+    assert code == 0, out
+    preset = PRESETS["gpt2"]
+    words = shlex.split(clone.called("scripts.base_train").partition(" [")[0])
+    cfg = parse(base_train.Config, words[words.index("scripts.base_train") + 1 :])
+    assert (cfg.data, cfg.shape.depth, cfg.shape.matmul) == (
+        "climbmix",
+        preset.depth,
+        "fp8" if eight_bits == "fp8" else "auto",
+    )
+    assert cfg.schedule.target_param_data_ratio == preset.ratio and preset.corpus == "climbmix"
+    assert (cfg.model_tag == "d24") == (recipe == "ours") == (cfg.shape.bigram_rows == "auto")
+    assert f"--vocab_size={preset.vocab_size}" in clone.called("scripts.tok_train")
+    assert f"--data climbmix -n {preset.shards}" in clone.called("nanochat.dataset")
+    told = float(clone.called("scripts.preflight").partition("--tokens ")[2].split()[0])
+    assert told == pytest.approx(preset.ratio * size_of(preset.depth, preset.vocab_size).scaling, rel=1e-3)
 
 
 def test_the_users_cards_and_mirror_are_used(clone: Clone) -> None:

@@ -182,7 +182,9 @@ def test_old_names_of_flags_are_no_flags_and_lead_to_flags(stage: str) -> None:
 
 def test_a_renamed_flag_works_and_says_its_new_name(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["--resume-from-step=3", "--batch_size", "2", "--depth=4"]
+    line += ["--core-metric-every=50", "--core-metric-max-per-task=500"]
     cfg = parse(base_train.Config, line, old_flags=OLD_FLAGS)
+    assert (cfg.core.core_every, cfg.core.core_examples) == (50, 500)
     assert cfg.run.resume == 3 and cfg.batch.device_batch_size == 2
     assert "--resume-from-step is called --resume now" in capsys.readouterr().err
 
@@ -197,8 +199,8 @@ def test_a_switch_that_another_flag_replaces_works_and_says_its_new_form(
 
 
 def test_a_flag_that_is_gone_says_what_to_type() -> None:
-    with pytest.raises(UserError, match=r"--core-metric-every is gone: .*scripts.base_eval") as refused:
-        parse(base_train.Config, ["--core-metric-every=10"], old_flags=OLD_FLAGS)
+    with pytest.raises(UserError, match=r"--sample-every is gone: .*--samples") as refused:
+        parse(base_train.Config, ["--sample-every=10"], old_flags=OLD_FLAGS)
     assert refused.value.exit_code == 2
 
 

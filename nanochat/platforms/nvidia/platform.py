@@ -89,9 +89,13 @@ class Nvidia(Platform):
             return torch.float16, why
         return torch.float32, capability
 
+    def has_fp8(self) -> bool:
+        """Implement Platform.has_fp8: GPUs of compute capability 8.9 or later do."""
+        return torch.cuda.get_device_capability() >= FP8_SINCE
+
     def use_fp8(self, model: Model) -> None:
-        """Implement Platform.use_fp8 for GPUs of compute capability 8.9 or later."""
-        if torch.cuda.get_device_capability() < FP8_SINCE:
+        """Implement Platform.use_fp8."""
+        if not self.has_fp8():
             super().use_fp8(model)
         fp8.use(model)
 

@@ -52,11 +52,19 @@ def of_run(
     }
 
 
-def of_speedrun(depth: int, tokens: float, checkpoint: float, vocab_size: int) -> float:
+def of_speedrun(
+    depth: int,
+    tokens: float,
+    checkpoint: float,
+    vocab_size: int,
+    corpus: str = CORPUS,
+    shards: int | None = None,
+) -> float:
     """Return the most bytes that a speedrun takes on disk for a model of the given depth.
 
-    Without a preset for the depth, a speedrun downloads enough shards to hold `tokens` tokens.
+    It downloads `shards` training shards of `corpus`: by default those of the preset for the depth
+    or, if there is none, enough to hold `tokens` tokens.
     """
-    shards = SHARDS.get(depth) or math.ceil(tokens / SHARD_TOKENS)
-    texts = {CORPUS: (shards + 1) * SOURCES[CORPUS].file_bytes}  # one more shard for validation
+    shards = shards or SHARDS.get(depth) or math.ceil(tokens / SHARD_TOKENS)
+    texts = {corpus: (shards + 1) * SOURCES[corpus].file_bytes}  # one more shard for validation
     return sum(of_run(checkpoint, texts, vocab_size, published_chats=True).values())

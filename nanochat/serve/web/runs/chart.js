@@ -8,6 +8,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 190; // pixels, as are these distances from the edges
 const [TOP, RIGHT, BOTTOM, LEFT] = [8, 10, 24, 52];
 const FROM_ZERO = new Set(["tokens_per_second", "replies_per_second", "mfu", "memory_gb"]);
+const LANDMARKS = { core: ["GPT-2", 0.256525] }; // what a published model reaches, for orientation, as report/curves.py draws it
 const OUTLIERS = 0.02; // share of the points at either end that may lie outside, so that one spike hides no curve
 const FEW = 40; // points that are drawn as dots too, and below which none lies outside
 const DAY = 86_400; // seconds
@@ -96,11 +97,14 @@ export class Chart {
     const across = points.map(([x]) => x);
     const ends = across.length ? [across.reduce((a, b) => Math.min(a, b)), across.reduce((a, b) => Math.max(a, b))] : [0, 1];
     if (ends[0] === ends[1]) ends[1] = ends[0] + 1;
-    const [low, high] = limits(points.map(([, value]) => value), FROM_ZERO.has(this.name));
+    const landmark = LANDMARKS[this.name];
+    const values = points.map(([, value]) => value);
+    const [low, high] = limits(landmark ? [...values, landmark[1]] : values, FROM_ZERO.has(this.name));
     this.x = (value) => LEFT + ((value - ends[0]) / (ends[1] - ends[0])) * (width - LEFT - RIGHT);
     this.y = (value) => HEIGHT - BOTTOM - ((value - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
     const svg = node("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT, "aria-hidden": "true" });
     this.axes(svg, width, ends, [low, high]);
+    if (landmark) this.landmark(svg, width, landmark);
     const inside = node("svg", { x: 0, y: TOP - 3, width, height: HEIGHT - TOP - BOTTOM + 6, viewBox: `0 ${TOP - 3} ${width} ${HEIGHT - TOP - BOTTOM + 6}` });
     for (const curve of this.curves) this.curve(inside, curve);
     this.line = node("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
@@ -125,6 +129,14 @@ export class Chart {
       text.textContent = this.over === "time" ? duration(value) : written(value);
       svg.append(text);
     }
+  }
+
+  /** Draw a horizontal line at what a published model reaches, with its name. */
+  landmark(svg, width, [name, value]) {
+    const y = this.y(value);
+    const text = node("text", { x: width - RIGHT, y: y + 12, "text-anchor": "end" });
+    text.textContent = `${name} ${written(value)}`;
+    svg.append(node("line", { class: "landmark", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }), text);
   }
 
   curve(svg, { points, smooth, colour }) {

@@ -3,7 +3,7 @@
 import { currentLanguage, hasWords, words } from "../language/i18n.js";
 
 const HIDDEN = new Set(["step", "smooth_loss", "seconds", "cpu_seconds", "total_seconds"]);
-const FIRST = ["loss", "reward", "val_bpb", "val_loss", "val_accuracy", "accuracy", "tokens_per_second", "replies_per_second", "mfu", "memory_gb"];
+const FIRST = ["loss", "reward", "val_bpb", "val_loss", "val_accuracy", "core", "chat_core", "accuracy", "tokens_per_second", "replies_per_second", "mfu", "memory_gb"];
 const OF_REPLIES = { tokens_per_second: "replies_per_second", mfu: null }; // reinforcement learning counts replies, not tokens
 const SMOOTHING = 0.9; // weight of the past in the average of a figure that scatters from step to step
 
