@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import io
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -174,6 +175,21 @@ def test_what_goes_wrong_is_one_message_with_the_next_step(url):
 LISTING = {"data": [{"id": "gpt", "owned_by": "nanochat"}]}
 
 
+def whole_request(client: socket.socket) -> bytes:
+    """The bytes of a request with its body: closing a socket with something unread would reset the connection."""
+    received = client.recv(65536)
+    while received:
+        head, end, body = received.partition(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
+        if end and len(body) >= int(length[1] if length else 0):
+            break
+        more = client.recv(65536)
+        if not more:
+            break
+        received += more
+    return received
+
+
 @contextlib.contextmanager
 def scripted(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
     """The address of a server that gives these answers, one a connection, and the heads of the requests to it."""
@@ -184,7 +200,7 @@ def scripted(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
             with contextlib.suppress(OSError):
                 for answer in answers:
                     with listener.accept()[0] as client:
-                        requests.append(client.recv(65536))
+                        requests.append(whole_request(client))
                         client.sendall(answer)
 
         threading.Thread(target=serve, daemon=True).start()
