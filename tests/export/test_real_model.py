@@ -18,6 +18,9 @@ from nanochat.engine import Engine
 from nanochat.export.__main__ import Config, main
 from nanochat.generate.sampling import Sampling
 from nanochat.runtime.tracking import read_metrics
+from nanochat.serve.routes.constraints import constrained
+from nanochat.serve.routes.reply import Form
+from nanochat.serve.routes.tools import read_tools
 from scripts import finetune
 from tests.export.test_llama_cpp import LlamaServer
 from tests.support.flags import configured
@@ -107,6 +110,32 @@ def test_a_step_of_fine_tuning_with_an_adapter(real_model: Path, tmp_path: Path)
     finetune.train(configured(finetune.Config, **flags), on_cpu())
     first, *_, last = [line["loss"] for line in read_metrics(checkpoint_dir("tune", "paris")) if "loss" in line]
     assert last < first < 10
+
+
+def test_replies_that_must_be_calls_are_calls_of_the_functions_with_arguments_of_their_schema(loaded: Loaded) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"type": "integer", "minimum": 1, "maximum": 9},
+                       "units": {"type": "array", "items": {"enum": ["C", "F"]}, "maxItems": 2}},
+        "required": ["city", "days", "units"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    offered = [
+        {"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("past", "coming")
+    ]
+    form = Form(read_tools({"tools": offered, "tool_choice": "required"}), "json")
+    prompt = loaded.tokenizer.render_prompt(Conversation((user("How warm will it be in 北京 this week? Just talk."),)))
+    ((_, sampling),) = constrained([(prompt, Sampling(1.0, max_tokens=200))], form, None)
+    for reply in Engine(loaded.model, loaded.tokenizer, 6).generate([prompt] * 6, sampling):
+        assert reply.tokens[-1] in loaded.tokenizer.stops
+        texts = loaded.tokenizer.decode(reply.tokens[:-1]).split("</tool_call>")
+        assert texts.pop() == "" and texts
+        for text in texts:
+            call = json.loads(text.removeprefix("\n").removeprefix("<tool_call>"))
+            arguments = call["arguments"]
+            assert call["name"] in ("past", "coming") and list(arguments) == ["city", "days", "units"]
+            assert len(arguments["city"]) <= 12 and arguments["days"] in range(1, 10)
+            assert set(arguments["units"]) <= {"C", "F"} and len(arguments["units"]) <= 2
 
 
 def test_llama_cpp_reads_the_exported_file_and_writes_the_same_replies(
