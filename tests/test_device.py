@@ -258,7 +258,7 @@ def test_shell_scripts_learn_whether_a_cpu_is_slow(
     monkeypatch.setenv("NANOCHAT_DEVICE", "cpu")
     monkeypatch.setattr(host, "_cpuinfo", {"flags": flags}.get)
     asked_by_a_shell_script(monkeypatch)
-    assert capsys.readouterr().out == f"cpu float32 1 {said} auto\n"
+    assert capsys.readouterr().out == f"cpu float32 1 {said} auto no\n"
 
 
 def test_shell_scripts_learn_that_cards_cannot_be_used(
