@@ -49,7 +49,7 @@ from nanochat.platforms.base import Platform
 from nanochat.tokenizer import Tokenizer
 
 CHUNK = 512  # most tokens of one prompt in a prefill pass
-FEWEST_TOKENS = 32  # of prompts that are read between two decoding passes, if these must not wait
+FEWEST_TOKENS = 16  # of prompts that are read between two decoding passes, if these must not wait
 MOST_SAMPLES = 128  # most replies to one prompt that submit_samples() accepts
 
 

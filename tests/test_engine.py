@@ -331,7 +331,7 @@ def test_fewer_prompt_tokens_are_read_beside_replies_that_must_not_wait(monkeypa
         before = engine.prompt_tokens_read
         events = engine.step()
         read.append(engine.prompt_tokens_read - before)
-    assert read[:4] == [128, 64, 32, 32]
+    assert read[:5] == [128, 64, 32, 16, 16]
     monkeypatch.setattr(engine_module.time, "perf_counter", lambda: 0.0)  # now they take no time
     engine.submit(longer, Sampling(0.0, max_tokens=5))
     read = []
@@ -339,4 +339,4 @@ def test_fewer_prompt_tokens_are_read_beside_replies_that_must_not_wait(monkeypa
         before = engine.prompt_tokens_read
         engine.step()
         read.append(engine.prompt_tokens_read - before)
-    assert read == [32, 64, 128, 128]
+    assert read == [16, 32, 64, 128]

@@ -29,10 +29,12 @@ TRAINING = CPP / "training.cpp"
 # The headers that the two sources include.
 HEADERS = (
     "common.h",
+    "lanes.h",
     "panels.h",
     "products.h",
     "tiles.h",
     "attention.h",
+    "attention_chunk.h",
     "attention_fp32.h",
     "int8.h",
 )
@@ -51,6 +53,8 @@ FLAGS = (
     "-ffp-contract=fast",
 )
 BLOCK = 64  # outputs of a matrix whose weights are stored together, as in products.h
+# attend_many() takes head dimensions that are multiples of these
+MANY_CHANNELS = {torch.bfloat16: BLOCK, torch.float32: 32}
 PANEL = 16  # the same in panels.h
 PANELS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}  # formats of weights
 SECONDS = 300  # time limit for compiling, which takes a few seconds on an idle host
@@ -184,23 +188,26 @@ class Kernels:
             function.argtypes = argument_types(4, 4, 0)
             function.restype = None
             self._panels[dtype] = function
-        # These exist only if the processor has AVX512-BF16.
+        # This exists only if the processor has AVX512-BF16.
         self._multiply = getattr(library, "multiply_bf16", None)
         if self._multiply is not None:
             self._multiply.argtypes = argument_types(3, 3, 0)
             self._multiply.restype = None
-        self._attend_many = getattr(library, "attend_many_bf16", None)
-        if self._attend_many is not None:
-            self._attend_many.argtypes = argument_types(5, 13, 1)
-            self._attend_many.restype = None
+        self._attend_many: dict[torch.dtype, Any] = {}
+        for dtype, suffix in SUFFIXES.items():
+            function = getattr(
+                library, f"attend_many_{suffix}", None
+            )  # bf16: also AVX512-BF16 only
+            if function is not None:
+                function.argtypes = argument_types(5, 13, 1)
+                function.restype = None
+                self._attend_many[dtype] = function
 
     # --- attention -------------------------------------------------------------------------------
 
     def takes_many(self, q: Tensor) -> bool:  # (B, T, H, D)
         """Return whether attend_many() supports queries of this format and head dimension."""
-        if self._attend_many is None:
-            return False
-        return q.dtype == torch.bfloat16 and q.size(3) % BLOCK == 0
+        return q.dtype in self._attend_many and q.size(3) % MANY_CHANNELS[q.dtype] == 0
 
     def attend_many(
         self,
@@ -215,14 +222,13 @@ class Kernels:
 
         All positions must be below K.
         """
-        assert self._attend_many is not None
         B, T, H, D = q.shape
         q = _side_by_side(q)
         k = _side_by_side(k)
         v = _side_by_side(v)
         first = first.contiguous()
         y = q.new_empty(q.shape)
-        self._attend_many(
+        self._attend_many[q.dtype](
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),

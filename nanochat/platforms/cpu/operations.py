@@ -33,7 +33,7 @@ DECODED_KEYS = 256
 DECODED_NUMBERS = 1 << 24
 MEASURED = {"avx512f", "avx2"}  # features of processors on which kernels beat torch's compiler
 LOGIT_ROWS = 256  # with fewer, rounding the head to 8 bits takes longer than it saves
-MANY_QUERIES = 9  # with as many queries in a row, laying out keys and values again pays off
+MANY_QUERIES = 9  # queries in a row from which attend_many() is used; fewer are computed one by one
 
 
 class CpuOperations(Operations):

@@ -112,20 +112,23 @@ def test_a_token_is_written_and_attends(
     assert near(y, Operations().masked(q.double(), held_k.double(), held_v.double(), mask, 0.3))
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (6, 2, 64), (2, 1, 128)])
 @pytest.mark.parametrize(("count", "window"), [(16, 500), (23, 500), (130, 500), (130, 70), (40, 3)])
-def test_many_queries_attend(made: Kernels, heads: int, kv_heads: int, size: int, count: int, window: int) -> None:
-    whole = draw(3, count, heads + 2 * kv_heads, size, dtype=torch.bfloat16)
+def test_many_queries_attend(
+    made: Kernels, heads: int, kv_heads: int, size: int, count: int, window: int, dtype: torch.dtype
+) -> None:
+    whole = draw(3, count, heads + 2 * kv_heads, size, dtype=dtype)
     q, k, v = whole[:, :, :heads], whole[:, :, heads : heads + kv_heads], whole[:, :, heads + kv_heads :]
     if not made.takes_many(q):
         pytest.skip("the processor has no AVX512-BF16")
-    held_k, held_v = (draw(3, 210, kv_heads, size, dtype=torch.bfloat16, seed=seed) for seed in (2, 3))
+    held_k, held_v = (draw(3, 420, kv_heads, size, dtype=dtype, seed=seed) for seed in (2, 3))
     slow = Operations()
-    for firsts in (torch.tensor([0, 0, 0]), torch.tensor([5, 80, 0]), torch.tensor([64, 63, 1])):
+    for firsts in (torch.tensor([0, 0, 0]), torch.tensor([5, 280, 0]), torch.tensor([64, 63, 1])):
         places = firsts[:, None] + torch.arange(count)
         held_k[torch.arange(3)[:, None], places], held_v[torch.arange(3)[:, None], places] = k, v
         y = made.attend_many(q, held_k, held_v, firsts, window, 0.3)
-        mask = cache_mask(places, 210, window)
+        mask = cache_mask(places, 420, window)
         assert near(y, slow.masked(q.double(), held_k.double(), held_v.double(), mask, 0.3))
         alone = made.attend_many(q[1:2, 7:], held_k[1:2], held_v[1:2], firsts[1:2] + 7, window, 0.3)
         assert torch.equal(alone, y[1:2, 7:]), "a row depends on no other row"

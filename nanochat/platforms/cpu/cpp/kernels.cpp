@@ -5,6 +5,7 @@
 // in memory and fp32 in between. A row never depends on other rows, so a reply is the same alone and in a batch.
 // kernels.py compiles this file and documents the arguments.
 
+#include "attention_chunk.h"
 #include "common.h"
 #include "panels.h"
 #ifdef __AVX512BF16__
@@ -295,6 +296,15 @@ extern "C" void attend_many_bf16(const bf16 *q, const bf16 *k, const bf16 *v, co
                 kv_heads, size, window, scale);
 }
 #endif
+
+extern "C" void attend_many_fp32(const float *q, const float *k, const float *v, const int64_t *firsts, float *y,
+                                 int64_t threads, int64_t q_row, int64_t q_stride, int64_t k_row, int64_t k_stride,
+                                 int64_t v_row, int64_t v_stride, int64_t rows, int64_t count, int64_t heads,
+                                 int64_t kv_heads, int64_t size, int64_t window, float scale) {
+    attend_chunk({q, q_row, q_stride}, {k, k_row, k_stride}, {v, v_row, v_stride},
+                 {y, count * heads * size, heads * size}, firsts, {rows, count, heads, kv_heads, size, window, scale},
+                 threads);
+}
 
 #define BOTH(RESULT, NAME, ARGUMENTS, GIVEN)                                                                           \
     extern "C" RESULT NAME##_fp32 ARGUMENTS(float) { return NAME<float> GIVEN; }                                       \
