@@ -594,10 +594,10 @@ def evaluate_core(
 ) -> Core:
     """Return CORE and the scores of all tasks in a bundle, on at most `limit` problems of each.
 
-    With `log_tasks`, each score is logged. `tokens_per_batch` limits the positions in a forward pass, padding
-    included, unless one problem needs more. `records` returns the Records for a task's answers. A
-    task whose evaluation raises UserError is left out with a warning, and CORE is then None. If all
-    tasks raise it, so does this function.
+    With `log_tasks`, each score is logged. `tokens_per_batch` limits the positions in a forward
+    pass, padding included, unless one problem needs more. `records` returns the Records for a
+    task's answers. A task whose evaluation raises UserError is left out with a warning, and CORE is
+    then None. If all tasks raise it, so does this function.
     """
     scores: list[TaskScore] = []
     broken: list[str] = []

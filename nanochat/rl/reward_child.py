@@ -1,6 +1,6 @@
 """Calls the reward functions of a file, as a program of the sandbox, with the standard library only.
 
-rewards.py sends this file's text to the sandbox, followed by a call of main(). Each result is a
+reward_calls.py sends this file's text to the sandbox, followed by a call of main(). Each result is a
 line of JSON that is written at once, so that a function which ends the process costs its own result
 only.
 """

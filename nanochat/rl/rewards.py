@@ -1,13 +1,12 @@
 """Rewards for replies: the right answer, and functions in a Python file of your own.
 
-The functions run in the sandbox that runs HumanEval's programs, because a reward may depend on
-running what the model wrote. All replies of a step are rewarded by one process.
+reward_calls.py calls the functions in the sandbox.
 """
 
 import ast
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -16,19 +15,11 @@ from typing import Any, Literal
 
 from nanochat.common import UserError, tr, warn
 from nanochat.data.conversation import Conversation, Task
-from nanochat.evals import sandbox
 from nanochat.evals.chat import Reply, Score, grade_reply
+from nanochat.rl.reward_calls import Facts, Outcome, RewardFile
 
 ANSWER = "answer"  # --reward=answer: 1 for a right answer, as without --reward
-CALL_SECONDS = 2.0  # of the processor that a function may take for one reply
-CALL_WAITING = 5 * CALL_SECONDS  # by the clock
-START_SECONDS = 10.0  # for the interpreter, and for a busy machine
-CALLS = 64  # calls of functions in one process, whose results fit the output of the sandbox
 FEW = 8  # a function that fails for all of fewer replies may be right for others
-MOST_RUINED = 5  # processes of a step that may end in the middle of a call
-_CHILD = Path(__file__).with_name("reward_child.py")
-
-Facts = Mapping[str, Any]  # what a function may ask for, by the name of its parameter
 
 
 @dataclass(frozen=True)
@@ -103,6 +94,11 @@ class Rewards:
         """Whether every problem must have a right answer."""
         return not self.parts or any(part.file is None for part in self.parts)
 
+    @property
+    def functions(self) -> list[Part]:
+        """The parts that are functions."""
+        return [part for part in self.parts if part.file is not None]
+
     @cached_property
     def sources(self) -> dict[Path, str]:
         """The text of each file of functions.
@@ -110,9 +106,8 @@ class Rewards:
         Raises UserError if a file is not Python.
         """
         texts = {}
-        for part in self.parts:
-            if part.file is None or part.file in texts:
-                continue
+        for part in self.functions:
+            assert part.file is not None
             try:
                 text = part.file.read_text(encoding="utf-8")
                 ast.parse(text)
@@ -146,19 +141,18 @@ class Rewards:
         UserError if a file cannot be loaded, if it lacks a function, or if a function gives no
         number.
         """
-        functions = [part for part in self.parts if part.file is not None]
-        if not functions:
+        if not self.functions:
             return
         facts = _facts(task, 0)
         trial = facts | {"reply": facts["answer"] or facts["question"], "thought": ""}
-        for part, (_, problem) in zip(functions, self._values([trial]), strict=True):
-            if problem:
+        for part, (outcome,) in self._outcomes([trial]):
+            if outcome.problem:
                 raise UserError(
                     tr(
                         "{function} {problem}, for the reply {reply!r} to the first problem. A "
                         "reward is a finite number for any text; docs/rl.md shows one",
                         function=part.name,
-                        problem=problem,
+                        problem=outcome.problem,
                         reply=trial["reply"][:60],
                     )
                 )
@@ -169,26 +163,16 @@ class Rewards:
         A function that fails for a reply adds nothing to its reward, and a warning counts such
         replies. Raises UserError if a function fails for all replies.
         """
-        calls = [
-            {**_facts(task, i), "reply": reply.text, "thought": reply.thought}
-            for i, reply in zip(problems, replies, strict=True)
-        ]
         keys = []
-        for i, call in zip(problems, calls, strict=True):
-            keys.append(json.dumps([i, call["thought"], call["reply"]]))
-        distinct = dict(zip(keys, calls, strict=True))
-        functions = [part for part in self.parts if part.file is not None]
-        totals = dict.fromkeys(distinct, 0.0)
-        values = self._values(list(distinct.values()))
-        for place, part in enumerate(functions):
-            failures = []
-            for number, key in enumerate(distinct):
-                value, problem = values[number * len(functions) + place]
-                if problem:
-                    failures.append(problem)
-                else:
-                    totals[key] += part.weight * value
-            _report(part, failures, len(distinct))
+        calls: dict[str, Facts] = {}  # equal replies to a problem are rewarded once
+        for i, reply in zip(problems, replies, strict=True):
+            keys.append(json.dumps([i, reply.thought, reply.text]))
+            calls[keys[-1]] = {**_facts(task, i), "reply": reply.text, "thought": reply.thought}
+        totals = dict.fromkeys(calls, 0.0)
+        for part, outcomes in self._outcomes(list(calls.values())):
+            _report(part, outcomes)
+            for key, outcome in zip(calls, outcomes, strict=True):
+                totals[key] += part.weight * outcome.value
         rewards = [totals[key] for key in keys]
         for part in self.parts:
             if part.file is None:
@@ -196,105 +180,15 @@ class Rewards:
                     rewards[number] += part.weight * grade_reply(task, i, reply.answer)
         return rewards
 
-    def _values(self, calls: Sequence[Facts]) -> list[tuple[float, str]]:
-        """Return the value of every function for every call, or 0 and what went wrong.
-
-        The results of a call stand together, in the order of the parts with functions.
-        """
-        functions = [part for part in self.parts if part.file is not None]
-        results = [[(0.0, "")] * len(functions) for _ in calls]
-        for file, source in self.sources.items():
-            places = [place for place, part in enumerate(functions) if part.file == file]
-            names = [functions[place].function for place in places]
-            count = max(CALLS // len(names), 1)
-            for first in range(0, len(calls), count):
-                request = Request(file, source, names, calls[first : first + count])
-                for number, place, value, problem in request.results(self.unsafe_exec):
-                    results[first + number][places[place]] = (value, problem)
-        return [result for call_results in results for result in call_results]
-
-
-@dataclass(frozen=True)
-class Request:
-    """Calls of the functions of one file."""
-
-    file: Path
-    source: str
-    functions: Sequence[str]
-    calls: Sequence[Facts]
-
-    def results(self, unsafe_exec: bool) -> Iterator[tuple[int, int, float, str]]:
-        """Yield (call, function, value, what went wrong) for every function and call.
-
-        Raises UserError if the file cannot be loaded, lacks a function, or ends the process too
-        often.
-        """
-        first = 0
-        for _ in range(MOST_RUINED):
-            lines = self._run(first, unsafe_exec)
-            for number, place, value, problem in lines:
-                yield first + number, place, value or 0.0, problem
-            done = len(lines) // len(self.functions)
-            if first + done == len(self.calls):
-                return
-            for place in range(len(lines) % len(self.functions), len(self.functions)):
-                yield first + done, place, 0.0, tr("ended its process")
-            first += done + 1
-            if first == len(self.calls):
-                return
-        raise UserError(
-            tr(
-                "the functions of {file} ended their process for {count} replies. Each has {memory} "
-                "MiB of memory and {seconds:g} s for a reply, and may not call os._exit()",
-                file=self.file,
-                count=MOST_RUINED,
-                memory=sandbox.MEMORY >> 20,
-                seconds=CALL_SECONDS,
-            )
-        )
-
-    def _run(self, first: int, unsafe_exec: bool) -> list[tuple[int, int, float | None, str]]:
-        """Call the functions from the call `first` on, in one process, and return its results.
-
-        They lack the last ones if the process ended too early.
-        """
-        calls = self.calls[first:]
-        request = {
-            "name": self.file.name,
-            "source": self.source,
-            "functions": self.functions,
-            "facts": calls,
-            "seconds": CALL_SECONDS,
-        }
-        text = json.dumps(json.dumps(request, default=str))
-        program = f"{_CHILD.read_text(encoding='utf-8')}\n\nmain(json.loads({text}))\n"
-        seconds = START_SECONDS + CALL_WAITING * len(calls) * len(self.functions)
-        output = sandbox.run_program(program, seconds, unsafe_exec=unsafe_exec).output
-        *lines, _ = output.split("\n")  # the process may have ended in the middle of a line
-        try:
-            (problem, existing), *results = map(json.loads, lines)
-        except ValueError:
-            problem, existing, results = output[-200:] or tr("it ended its process"), [], []
-        if problem is not None:
-            raise UserError(
-                tr(
-                    "{file} cannot be loaded: {problem}. Only Python's standard library is there",
-                    file=self.file,
-                    problem=problem,
-                )
-            )
-        for function in self.functions:
-            if function not in existing:
-                raise UserError(
-                    tr(
-                        "{file} has no function {function}; it has {existing}",
-                        file=self.file,
-                        function=function,
-                        existing=", ".join(existing) or tr("none"),
-                    ),
-                    exit_code=2,
-                )
-        return results
+    def _outcomes(self, calls: Sequence[Facts]) -> list[tuple[Part, list[Outcome]]]:
+        """Return each part that is a function with its outcomes, one for each call."""
+        by_function: dict[tuple[Path | None, str], list[Outcome]] = {}
+        for path, source in self.sources.items():
+            names = [part.function for part in self.functions if part.file == path]
+            rows = RewardFile(path, source, names).outcomes(calls, self.unsafe_exec)
+            for place, name in enumerate(names):
+                by_function[path, name] = [row[place] for row in rows]
+        return [(part, by_function[part.file, part.function]) for part in self.functions]
 
 
 class Rewarded:
@@ -351,8 +245,10 @@ def _facts(task: Task, i: int) -> dict[str, Any]:
     }
 
 
-def _report(part: Part, failures: Sequence[str], replies: int) -> None:
+def _report(part: Part, outcomes: Sequence[Outcome]) -> None:
     """Warn about the replies for which a function failed; raise UserError if it failed for all."""
+    failures = [outcome.problem for outcome in outcomes if outcome.problem]
+    replies = len(outcomes)
     if not failures:
         return
     if len(failures) == replies >= FEW:

@@ -5,16 +5,14 @@ a reply costs what it costs without them. The same copy is the model that RL sta
 as the adapters of the beginning are merged into it instead.
 """
 
-import copy
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat.checkpoint_manager.families import allocate, cast_matrices, on_meta
+from nanochat.checkpoint_manager.copies import uninitialised_copy, with_own_operations
 from nanochat.device import Compute
 from nanochat.model import Model
 from nanochat.models.lora import Adapter, adapted, delta
@@ -31,13 +29,9 @@ class Sampler:
     """
 
     def __init__(self, trained: Model, compute: Compute):
-        # The copy gets its own operations, so that changes to them for serving do not affect the
-        # rounding of the trained model.
-        self.operations = copy.copy(compute.operations)
-        own_compute = replace(compute, operations=self.operations)
-        self.model = on_meta(cast(Any, trained.config), own_compute).eval()
-        cast_matrices(self.model, compute.dtype)
-        allocate(self.model, compute.device)
+        own_compute = with_own_operations(compute)
+        self.operations = own_compute.operations
+        self.model = uninitialised_copy(trained, own_compute)
 
     def renew(self, trained: Model, adapters: Mapping[str, Tensor] | None = None) -> None:
         """Copy the weights of `trained` to `model`, and merge adapters into them.

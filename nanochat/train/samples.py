@@ -6,6 +6,7 @@ from typing import cast
 
 import torch.nn as nn
 
+from nanochat.checkpoint_manager.copies import whole_copy
 from nanochat.data.conversation import Part, Task, words
 from nanochat.dataloader import Source
 from nanochat.device import Compute
@@ -16,7 +17,6 @@ from nanochat.model import Model
 from nanochat.runtime import parallel
 from nanochat.runtime.samples import Sample, keep_samples
 from nanochat.tokenizer import Tokenizer
-from nanochat.train.copies import whole_copy
 
 HELD_OUT = "held_out"  # the source of these samples, which the page of runs translates
 OPENING = 12  # number of tokens of a document that the model is given to continue

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nanochat.checkpoint_manager.copies import served_copy
 from nanochat.common import UserError, log, required_appendix, tr, warn
 from nanochat.data.conversation import Conversation, Part, Task
 from nanochat.data.traits import traits
@@ -17,7 +18,6 @@ from nanochat.generate.sampling import Sampling
 from nanochat.model import Model
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
-from nanochat.train.copies import whole_copy
 from nanochat.train.flags import CoreFlags
 
 SHARE = 0.01  # of the FLOPs of a run, which --core_every=auto spends at most
@@ -67,7 +67,7 @@ class TaskScores:
         """
         start = time.perf_counter()
         try:
-            score = self.evaluate(whole_copy(self.model, self.compute, served=True))
+            score = self.evaluate(served_copy(self.model, self.compute))
         except UserError as why:  # training goes on: a figure is not worth a run
             warn(
                 tr(

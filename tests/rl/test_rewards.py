@@ -9,7 +9,7 @@ import pytest
 from nanochat.common import UserError
 from nanochat.data.conversation import Part
 from nanochat.evals.chat import Reply
-from nanochat.rl import rewards as module
+from nanochat.rl import reward_calls
 from nanochat.rl.rewards import Rewards
 from tasks.problems import Problems
 
@@ -90,7 +90,7 @@ BROKEN = {
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CALL_SECONDS", 0.1)
+    monkeypatch.setattr(reward_calls, "CALL_SECONDS", 0.1)
 
 
 @pytest.mark.parametrize("name", BROKEN)
