@@ -8,7 +8,8 @@ first token takes. All servers have one model of 36 million parameters in Qwen3'
 weights are random, in bf16, and one thread: ours, transformers with continuous batching, and
 llama.cpp's. They take turns, those that wait are paused, and the median round counts.
 bench.serve.soak measures the server while half of its clients misbehave, bench.serve.drafts what
-guessed tokens save, and bench.serve.thoughts what keeping thoughts apart costs.
+guessed tokens save, bench.serve.thoughts what keeping thoughts apart costs, and bench.serve.prompts
+how long replies wait beside a long prompt.
 """
 
 import contextlib
