@@ -162,12 +162,14 @@ def loss_and_gradients(
     chunk: int,
     chunk_loss: ChunkLoss,
     frozen: bool,  # whether the head needs no gradient
-) -> tuple[list[Tensor], Tensor, Tensor | None]:
-    """Return the weighted losses, and the gradients that their sum has for x and for the head.
+    by_token: bool = False,  # whether to return losses (N,) rather than their sum ()
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the weighted loss in fp32, and the gradients that the sum has for x and for the head.
 
-    The losses are fp32, one tensor (n,) for each chunk. The head's gradient is None if `frozen`.
+    The head's gradient is None if `frozen`.
     """
     cast_head = head.to(x.dtype)
+    loss = torch.zeros((), dtype=torch.float32, device=x.device)
     losses = []
     # in fp32, since it is a sum over many chunks
     head_grad = None if frozen else torch.zeros_like(head, dtype=torch.float32)
@@ -177,7 +179,10 @@ def loss_and_gradients(
         chunk_scale = scale[i : i + chunk]
         chunk_targets = targets[i : i + chunk]
         chunk_losses, logits_grad = chunk_loss(chunk_x, cast_head, chunk_targets, chunk_scale)
-        losses.append(chunk_losses)
+        if by_token:
+            losses.append(chunk_losses)
+        else:
+            loss = loss + chunk_losses.sum()
         x_grads.append(logits_grad @ cast_head)
         if head_grad is not None:
             if logits_grad.dtype == head_grad.dtype:
@@ -185,7 +190,9 @@ def loss_and_gradients(
                 head_grad.addmm_(logits_grad.mT, chunk_x)
             else:
                 head_grad += logits_grad.mT @ chunk_x
-    return losses, torch.cat(x_grads), None if head_grad is None else head_grad.to(head.dtype)
+    if by_token:
+        loss = torch.cat(losses)
+    return loss, torch.cat(x_grads), None if head_grad is None else head_grad.to(head.dtype)
 
 
 class _Loss(torch.autograd.Function):
@@ -205,12 +212,9 @@ class _Loss(torch.autograd.Function):
     ) -> Tensor:
         frozen = not ctx.needs_input_grad[1]
         chunk_loss = chunk_loss or _chunk_loss(vocab, capped)
-        losses, *gradients = loss_and_gradients(x, head, targets, scale, chunk, chunk_loss, frozen)
+        loss, *gradients = loss_and_gradients(x, head, targets, scale, chunk, chunk_loss, frozen)
         ctx.save_for_backward(*gradients)
-        total = torch.zeros((), dtype=torch.float32, device=x.device)
-        for chunk_losses in losses:
-            total = total + chunk_losses.sum()
-        return total
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -253,10 +257,10 @@ class _TokenLosses(torch.autograd.Function):
             return _token_losses(x, head, targets, vocab, chunk, capped)
         scale = token_weights(targets, None)
         losses, x_grad, _ = loss_and_gradients(
-            x, head, targets, scale, chunk, ctx.chunk_loss, frozen=True
+            x, head, targets, scale, chunk, ctx.chunk_loss, frozen=True, by_token=True
         )
         ctx.save_for_backward(x_grad)
-        return torch.cat(losses)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
