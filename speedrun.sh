@@ -17,6 +17,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 source setup_env.sh
 source runs/sizes.sh
 
+refuse() { # ENGLISH CHINESE: a flag or a variable that cannot be used
+    echo "错误：$2" >&2
+    echo "error: $1" >&2
+    exit 2
+}
+
 words=("$@")
 preset=auto
 data=auto
@@ -29,8 +35,9 @@ while [ $# -gt 0 ]; do
     --preset=* | --data=* | --family=* | --recipe=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
     --preset | --data | --family | --recipe)
         if [ $# -lt 2 ]; then
-            echo "error: $1 needs a value; bash speedrun.sh --help lists the flags" >&2
-            exit 2
+            refuse \
+                "$1 needs a value; bash speedrun.sh --help lists the flags" \
+                "$1 需要一个值；bash speedrun.sh --help 列出全部选项"
         fi
         printf -v "${1#--}" %s "$2"
         shift 2
@@ -42,29 +49,34 @@ while [ $# -gt 0 ]; do
         exit 0
         ;;
     *)
-        echo "error: speedrun.sh takes --preset auto|smoke|tinyworld|tinyworld-small|d12|d20|gpt2, --data NAME, --family gpt|qwen3, --recipe ours|upstream, --plan and --other_code, got $1; bash speedrun.sh --help lists the flags" >&2
-        exit 2
+        refuse \
+            "speedrun.sh takes --preset auto|smoke|tinyworld|tinyworld-small|d12|d20|gpt2, --data NAME, --family gpt|qwen3, --recipe ours|upstream, --plan and --other_code, got $1; bash speedrun.sh --help lists the flags" \
+            "speedrun.sh 的选项有 --preset auto|smoke|tinyworld|tinyworld-small|d12|d20|gpt2、--data 名称、--family gpt|qwen3、--recipe ours|upstream、--plan 和 --other_code，得到的是 $1；说明见 bash speedrun.sh --help"
         ;;
     esac
 done
 case $preset in auto | smoke | tinyworld | tinyworld-small | d12 | d20 | gpt2) ;; *)
-    echo "error: --preset must be auto, smoke, tinyworld, tinyworld-small, d12, d20 or gpt2, got $preset; bash speedrun.sh --help lists the flags" >&2
-    exit 2
+    refuse \
+        "--preset must be auto, smoke, tinyworld, tinyworld-small, d12, d20 or gpt2, got $preset; bash speedrun.sh --help lists the flags" \
+        "--preset 必须是 auto、smoke、tinyworld、tinyworld-small、d12、d20 或 gpt2，得到的是 $preset；说明见 bash speedrun.sh --help"
     ;;
 esac
 case $family in gpt | qwen3) ;; *)
-    echo "error: --family must be gpt or qwen3, got $family; bash speedrun.sh --help lists the flags" >&2
-    exit 2
+    refuse \
+        "--family must be gpt or qwen3, got $family; bash speedrun.sh --help lists the flags" \
+        "--family 必须是 gpt 或 qwen3，得到的是 $family；说明见 bash speedrun.sh --help"
     ;;
 esac
 case $recipe in ours | upstream) ;; *)
-    echo "error: --recipe must be ours or upstream, got $recipe; bash speedrun.sh --help lists the flags" >&2
-    exit 2
+    refuse \
+        "--recipe must be ours or upstream, got $recipe; bash speedrun.sh --help lists the flags" \
+        "--recipe 必须是 ours 或 upstream，得到的是 $recipe；说明见 bash speedrun.sh --help"
     ;;
 esac
 if [ $recipe = upstream ] && { [ $family != gpt ] || [[ ! $preset =~ ^(d12|d20|gpt2)$ ]]; }; then
-    echo "error: --recipe upstream goes with --preset d12, d20 or gpt2 and without --family qwen3; add --preset gpt2" >&2
-    exit 2
+    refuse \
+        "--recipe upstream goes with --preset d12, d20 or gpt2 and without --family qwen3; add --preset gpt2" \
+        "--recipe upstream 只能与 --preset d12、d20 或 gpt2 同用，且不能加 --family qwen3；请加 --preset gpt2"
 fi
 
 # speedrun_npu.sh sets NPUs up; it sets NANOCHAT_DEVICE, or `speedrun_npu` where it finds no NPU to use.
@@ -124,8 +136,9 @@ fi
 read -r device dtype devices speed matmul eight_bits < <(python -m nanochat.device)
 if [ -n "${NPROC_PER_NODE:-}" ]; then
     if ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || { [ "$device" != cpu ] && [ "$NPROC_PER_NODE" -gt "$devices" ]; }; then
-        echo "error: NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE; set another number, or unset it to use all of them" >&2
-        exit 2
+        refuse \
+            "NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE; set another number, or unset it to use all of them" \
+            "NPROC_PER_NODE 必须是 1 到 $devices（可见的 $device 设备数），得到的是 $NPROC_PER_NODE；请改成别的数，或取消这个变量以使用全部设备"
     fi
     devices=$NPROC_PER_NODE
 fi
@@ -144,11 +157,9 @@ if [ "$data" = auto ]; then
 fi
 case $preset in smoke | tinyworld*) # their sizes, steps and evaluations suit no other corpus
     if [ "$data" != tinyworld ]; then
-        {
-            echo "错误：预设 $preset 只用 TinyWorld 训练，得到的是 --data $data；请加 --preset d12、d20 或 gpt2，或按 docs/data.md 逐个运行各阶段"
-            echo "error: the preset $preset trains on TinyWorld only, got --data $data; add --preset d12, d20 or gpt2, or run the stages one by one as docs/data.md shows"
-        } >&2
-        exit 2
+        refuse \
+            "the preset $preset trains on TinyWorld only, got --data $data; add --preset d12, d20 or gpt2, or run the stages one by one as docs/data.md shows" \
+            "预设 $preset 只用 TinyWorld 训练，得到的是 --data $data；请加 --preset d12、d20 或 gpt2，或按 docs/zh/data.md 逐个运行各阶段"
     fi
     ;;
 esac

@@ -87,7 +87,7 @@ def choose(requested: str | None) -> tuple[str, str, str]:
     for name, platform in PLATFORMS.items():
         why = platform().unavailable()
         if not why:
-            return name, platform.backend, "; ".join(passed_over) or tr("first choice")
+            return name, platform.backend, tr("; ").join(passed_over) or tr("first choice")
         passed_over.append(tr("no {name}: {why}", name=name, why=why))
     raise AssertionError("the CPU is always there")
 

@@ -388,8 +388,12 @@ class Head(Linear):
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:  # (N, C), (N,) -> (N,)
         """Return the loss of each of N tokens, in nats."""
-        chunk = min(self.loss_tokens, max(self.capped_logits // self.vocab, 16))
-        return token_losses(x, self.weight, targets, self.vocab, chunk)
+        return token_losses(x, self.weight, targets, self.vocab, self.single_loss_tokens)
+
+    @property
+    def single_loss_tokens(self) -> int:
+        """The number of tokens in a chunk if each token's own loss is wanted."""
+        return min(self.loss_tokens, max(self.capped_logits // self.vocab, 16))
 
 
 class GPT(nn.Module):

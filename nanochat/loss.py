@@ -17,8 +17,8 @@ SOFTCAP = 15.0  # 15 tanh(l / 15) squashes a logit l to (-15, 15)
 HIDDEN = -1e30  # the logit of a row that stands for no token, since some chips have no inf
 
 # Takes a chunk of activations (n, C), the head (V', C) in their format, targets (n,), and the fp32
-# weight of each token's loss (n,), which is 0 for ignored tokens. Returns the weighted sum of the
-# losses (), and its gradient with respect to the logits (n, V').
+# weight of each token's loss (n,), which is 0 for ignored tokens. Returns the weighted losses (n,),
+# and the gradient of their sum with respect to the logits (n, V').
 ChunkLoss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -39,15 +39,16 @@ def chunked_loss(
     weights: Tensor | None = None,  # (N,) weight of each token's loss, default 1
     chunk: int = 1024,  # tokens at a time
     capped: bool = True,  # whether logits are softcapped; if not, every row of the head is a token
+    chunk_loss: ChunkLoss | None = None,  # computes a chunk; by default, the functions below do
 ) -> Tensor:  # () fp32
     """Return the weighted sum of all tokens' cross-entropies in nats.
 
     The forward pass also computes the gradients, chunk by chunk, so it needs memory for n x V'
     logits rather than N x V'.
     """
-
     scale = token_weights(targets, weights)
-    return _Loss.apply(x, head, targets, scale, vocab, min(chunk, x.size(0)), capped)  # type: ignore[no-any-return]
+    chunk = min(chunk, x.size(0))
+    return _Loss.apply(x, head, targets, scale, vocab, chunk, capped, chunk_loss)  # type: ignore[no-any-return]
 
 
 def token_losses(
@@ -57,15 +58,16 @@ def token_losses(
     vocab: int,
     chunk: int = 2048,  # tokens at a time
     capped: bool = True,  # whether the logits are softcapped
+    chunk_loss: ChunkLoss | None = None,  # as in chunked_loss()
 ) -> Tensor:  # (N,) fp32 nats, 0 if ignored
     """Return the cross-entropy of each token, with only one chunk of logits in memory at a time.
 
-    If gradients are enabled, the backward pass computes the logits of every chunk again. So any
-    function of the losses can be differentiated, at the price of one more pass through the head
-    than chunked_loss() takes.
+    Any function of the losses can be differentiated. If the head is frozen, this takes as many
+    passes through the head as chunked_loss(). If not, the backward pass computes the logits of
+    every chunk again, because the head's gradient sums over tokens that the function weighs.
     """
     if torch.is_grad_enabled():
-        return _TokenLosses.apply(x, head, targets, vocab, chunk, capped)  # type: ignore[no-any-return]
+        return _TokenLosses.apply(x, head, targets, vocab, chunk, capped, chunk_loss)  # type: ignore[no-any-return]
     return _token_losses(x, head, targets, vocab, chunk, capped)
 
 
@@ -79,7 +81,7 @@ def softcapped_loss(
     scale: Tensor,  # (n,) fp32 weight of each token, 0 = ignored
     vocab: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return a chunk's weighted loss () and its gradient with respect to the logits (n, V').
+    """Return a chunk's weighted losses (n,), and their sum's gradient for the logits (n, V').
 
     No softcapped logit is above SOFTCAP (15) or below -SOFTCAP, so the softmax need not search for
     the largest logit: nothing overflows, and no sum is 0.
@@ -98,7 +100,7 @@ def softcapped_loss(
     # the derivative of the softcap, times the weight
     slope = (1 - squashed * squashed) * scale[:, None]
     gradient = (exponentials / total - one_hot) * slope
-    return (nll * scale).sum(), gradient.to(x.dtype)
+    return nll * scale, gradient.to(x.dtype)
 
 
 def uncapped_loss(
@@ -120,7 +122,7 @@ def uncapped_loss(
     total = exponentials.sum(dim=1, keepdim=True)
     nll = (total.log() + top - target_logits).squeeze(1)
     exponentials.mul_(scale[:, None] / total).scatter_add_(1, index, -scale[:, None])
-    return (nll * scale).sum(), exponentials.to(x.dtype)
+    return nll * scale, exponentials.to(x.dtype)
 
 
 def _token_losses(
@@ -160,10 +162,15 @@ def loss_and_gradients(
     chunk: int,
     chunk_loss: ChunkLoss,
     frozen: bool,  # whether the head needs no gradient
+    by_token: bool = False,  # whether to return losses (N,) rather than their sum ()
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the weighted loss () and the gradients of x and of the head (None if `frozen`)."""
+    """Return the weighted loss in fp32, and the gradients that the sum has for x and for the head.
+
+    The head's gradient is None if `frozen`.
+    """
     cast_head = head.to(x.dtype)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
+    losses = []
     # in fp32, since it is a sum over many chunks
     head_grad = None if frozen else torch.zeros_like(head, dtype=torch.float32)
     x_grads = []
@@ -171,8 +178,11 @@ def loss_and_gradients(
         chunk_x = x[i : i + chunk]
         chunk_scale = scale[i : i + chunk]
         chunk_targets = targets[i : i + chunk]
-        loss_of_chunk, logits_grad = chunk_loss(chunk_x, cast_head, chunk_targets, chunk_scale)
-        loss = loss + loss_of_chunk
+        chunk_losses, logits_grad = chunk_loss(chunk_x, cast_head, chunk_targets, chunk_scale)
+        if by_token:
+            losses.append(chunk_losses)
+        else:
+            loss = loss + chunk_losses.sum()
         x_grads.append(logits_grad @ cast_head)
         if head_grad is not None:
             if logits_grad.dtype == head_grad.dtype:
@@ -180,6 +190,8 @@ def loss_and_gradients(
                 head_grad.addmm_(logits_grad.mT, chunk_x)
             else:
                 head_grad += logits_grad.mT @ chunk_x
+    if by_token:
+        loss = torch.cat(losses)
     return loss, torch.cat(x_grads), None if head_grad is None else head_grad.to(head.dtype)
 
 
@@ -196,9 +208,10 @@ class _Loss(torch.autograd.Function):
         vocab: int,
         chunk: int,
         capped: bool,
+        chunk_loss: ChunkLoss | None,
     ) -> Tensor:
         frozen = not ctx.needs_input_grad[1]
-        chunk_loss = _chunk_loss(vocab, capped)
+        chunk_loss = chunk_loss or _chunk_loss(vocab, capped)
         loss, *gradients = loss_and_gradients(x, head, targets, scale, chunk, chunk_loss, frozen)
         ctx.save_for_backward(*gradients)
         return loss
@@ -206,7 +219,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, head_grad = ctx.saved_tensors
-        return *scaled_gradients(x_grad, head_grad, grads[0]), *[None] * 5
+        return *scaled_gradients(x_grad, head_grad, grads[0]), *[None] * 6
 
 
 def scaled_gradients(
@@ -219,25 +232,45 @@ def scaled_gradients(
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Computes token_losses() with gradients."""
+    """Computes token_losses() with gradients.
+
+    The gradient of x is one row for each token, and depends on the gradient of that token's loss
+    alone. So it can be computed with the losses, and multiplied when that gradient is known.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, head: Tensor, targets: Tensor, vocab: int, chunk: int, capped: bool
+        ctx: Any,
+        x: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        vocab: int,
+        chunk: int,
+        capped: bool,
+        chunk_loss: ChunkLoss | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, head, targets)
-        ctx.vocab = vocab
         ctx.chunk = chunk
-        ctx.capped = capped
-        return _token_losses(x, head, targets, vocab, chunk, capped)
+        ctx.chunk_loss = chunk_loss or _chunk_loss(vocab, capped)
+        ctx.frozen = not ctx.needs_input_grad[1]
+        if not ctx.frozen:
+            ctx.save_for_backward(x, head, targets)
+            return _token_losses(x, head, targets, vocab, chunk, capped)
+        scale = token_weights(targets, None)
+        losses, x_grad, _ = loss_and_gradients(
+            x, head, targets, scale, chunk, ctx.chunk_loss, frozen=True, by_token=True
+        )
+        ctx.save_for_backward(x_grad)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.frozen:
+            (token_grads,) = ctx.saved_tensors  # (N, C)
+            x_grad = (token_grads * grads[0][:, None]).to(token_grads.dtype)
+            return x_grad, *[None] * 6
         x, head, targets = ctx.saved_tensors
-        scale = (targets >= 0).float() * grads[0]
-        frozen = not ctx.needs_input_grad[1]
-        chunk_loss = _chunk_loss(ctx.vocab, ctx.capped)
+        scale = token_weights(targets, grads[0])
         _, x_grad, head_grad = loss_and_gradients(
-            x, head, targets, scale, ctx.chunk, chunk_loss, frozen
+            x, head, targets, scale, ctx.chunk, ctx.chunk_loss, frozen=False
         )
-        return x_grad, head_grad, None, None, None, None
+        return x_grad, head_grad, *[None] * 5

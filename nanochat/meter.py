@@ -166,11 +166,18 @@ def step_line(line: Mapping[str, Any], steps: int, eta: float) -> str:
     """Return a step's line for the log.
 
     The running mean of the loss comes before the loss of this step, and the time left comes last.
+    Where fine-tuning replays the model's own words, their loss and that of the data follow.
     """
     step = line["step"]
+    own_losses = (
+        f"{words}: {line[name]:.3f}"
+        for name, words in (("data_loss", "data"), ("own_words_loss", "own words"))
+        if name in line
+    )
     parts = (
         f"step {step:05d}/{steps:05d} ({100 * step / steps:.2f}%)",
         f"loss: {line['smooth_loss']:.3f} (this step: {line['loss']:.3f})",
+        *own_losses,
         f"lrm: {line['lrm']:.2f}",
         f"dt: {1000 * line['seconds']:.1f}ms",
         f"tok/sec: {line['tokens_per_second']:,.0f}",

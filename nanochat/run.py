@@ -555,7 +555,7 @@ class Run:
         the step's line in metrics.jsonl; `words` and the outcome's figures are printed after the
         step. Saving comes before measuring, because measuring may fail.
         """
-        self._line = {**self._count(outcome, lrm), **outcome.figures, **(figures or {})}
+        self._line = self._count(outcome, lrm, figures or {})
         note = " | ".join(filter(None, (words, listed(outcome.figures))))
         if note:
             log(f"step {self.step:05d} | {note}")
@@ -566,7 +566,7 @@ class Run:
         if self._signalled:
             self._stop = self.step
 
-    def _count(self, outcome: Outcome, lrm: float) -> dict[str, Any]:
+    def _count(self, outcome: Outcome, lrm: float, figures: Mapping[str, float]) -> dict[str, Any]:
         """Count the step as done, show it, and return its line for metrics.jsonl."""
         seconds = time.perf_counter() - self._step_start[0]
         cpu_seconds = time.process_time() - self._step_start[1]
@@ -575,6 +575,7 @@ class Run:
         self._profile.end_step()
         line = self.meter.tick(self.step, outcome, seconds, cpu_seconds, lrm)
         line["memory_gb"] = device.memory_peak(self.compute) / 1e9
+        line |= {**outcome.figures, **figures}
         steps = self.plan.steps
         eta = self.meter.eta(self.step)
         self._progress.show(self.step, step_note(line, steps, eta), step_line(line, steps, eta))

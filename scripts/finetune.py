@@ -294,15 +294,16 @@ def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
 def pass_loss(
     preference: PreferenceLoss | None, model: nn.Module, *tensors: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed loss () of a pass, and the sums (F,) of its preference figures or None.
+    """Return the summed loss () of a pass, and the sums (F,) of its figures or None.
 
     `tensors` are the inputs, targets and documents of packed rows and, with `preference`, the
     references that add_references() computed. With --replay_every, they are those of AnchoredRows.
+    The figures are those of `preference` or of anchored_loss().
     """
     if preference is None and len(tensors) == 4:
         idx, targets, documents, references = tensors
         losses = model(idx, targets, "none", context=Packed(documents))
-        return replay.anchored_loss(losses, references), None
+        return replay.anchored_loss(losses, references)
     if preference is None:
         idx, targets, documents = tensors
         return model(idx, targets, reduction="sum", context=Packed(documents)), None
@@ -423,7 +424,7 @@ def train(cfg: Config, compute: Compute) -> None:
     val_tokens = 20 * batch.tokens_per_step
     validation = Validation(val_rows, val_tokens, model, base.tokenizer, 0, compute)
     plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)
-    names = preference.figures if preference else ()
+    names = replay.FIGURES if replay_every else preference.figures if preference else ()
 
     def summed_loss(fast: nn.Module, *tensors: Tensor) -> Tensor:
         return pass_loss(preference, fast, *tensors)[0]
@@ -464,7 +465,11 @@ def train(cfg: Config, compute: Compute) -> None:
                     update.add(loss, figures)
                     (loss * update.factor).backward()
                 outcome = update.step()
-            run.finish(outcome, lrm)
+            if replay_every:
+                means = replay.mean_losses(outcome.figures)
+                run.finish(replace(outcome, figures={}), lrm, means)
+            else:
+                run.finish(outcome, lrm)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def read_file(
     bad = BadLines()
     for path in files:
         for entry in entries(path):
-            place = f"{path}, {entry.place}"
+            place = tr("{path}, {place}", path=path, place=entry.place)
             if entry.problem:
                 bad.add(place, entry.problem)
                 continue

@@ -347,7 +347,7 @@ def main(cfg: Config) -> None:
         print_published()
         return
     if cfg.write_recipes:
-        recipes.write()
+        recipes.write(recipes.PATH)
         return
     bench = calibration.read(calibration.path_of())
     if cfg.table or cfg.rows or cfg.published:

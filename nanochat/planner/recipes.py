@@ -130,11 +130,11 @@ def default_tunings() -> dict[str, Tuning]:
     return tunings
 
 
-def write(path: Path = PATH) -> None:
+def write(path: Path) -> None:
     """Forecast the memory of the default table, which takes minutes, and write it to a file."""
     tunings = default_tunings()
     memories = {}
-    with Progress("forecasting", len(tunings), "steps") as progress:
+    with Progress(tr("forecasting"), len(tunings), tr("settings")) as progress:
         for key, memory in zip(tunings, forecasts(list(tunings.values())), strict=True):
             memories[key] = asdict(memory)
             progress.advance(1)

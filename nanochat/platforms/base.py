@@ -108,8 +108,6 @@ class Platform:
     # Whether the device computes while the host does something else: operators are queued, and
     # checkpoints are written during training.
     runs_beside_host = True
-    # Default number of tokens in a row, and the reason for it.
-    context: tuple[int, str] = (2048, "the default")
     # The number of tokens in a pass that suits the device, or None for as many as its memory holds.
     pass_tokens: int | None = None
     split_tokens = 10 << 20  # tokens of a split on which bits per byte are measured
@@ -120,6 +118,11 @@ class Platform:
     prefers_trees = False
     shards_sparse_tables = True  # whether FSDP2 also shards tables whose rows are seldom used
     long_run_seconds = math.inf  # a run that takes longer gets a warning
+
+    @property
+    def context(self) -> tuple[int, str]:
+        """The default number of tokens in a row, and the reason for it in the user's language."""
+        return 2048, tr("the default")
 
     def __init__(self, index: int = 0):
         """Choose a device by its `index` among those that this process sees, without opening it."""

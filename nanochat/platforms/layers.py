@@ -184,6 +184,16 @@ class OperatorHead(Head):
             chunk=self.loss_tokens,
         )
 
+    def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:  # (N, C), (N,) -> (N,)
+        """Implement Head.token_losses with the platform's losses."""
+        return self.operations.token_losses(
+            x,
+            self.weight,
+            targets,
+            vocab=self.vocab,
+            chunk=self.single_loss_tokens,
+        )
+
 
 class OperatorGPT(GPT):
     """A GPT that leaves computations outside its layers to the platform too."""

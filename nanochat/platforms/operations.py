@@ -19,6 +19,7 @@ from nanochat.attention import PlainAttention
 from nanochat.context import Rows
 from nanochat.gpt import offset_keys, rms_norm, rotary_tables, rotate
 from nanochat.linear import Linear
+from nanochat.loss import ChunkLoss
 from nanochat.muon import MuonArithmetic
 from nanochat.platforms.together import HasUnits, restore
 
@@ -352,7 +353,29 @@ class Operations(PlainAttention):
     ) -> Tensor:  # () fp32
         """Return the weighted sum of the tokens' losses in nats; see loss.chunked_loss."""
         x, targets, weights = self.with_targets(x, targets, weights)
-        return loss.chunked_loss(x, head, targets, vocab, weights, chunk, capped)
+        chunk_loss = self.chunk_loss(x, vocab, capped)
+        return loss.chunked_loss(x, head, targets, vocab, weights, chunk, capped, chunk_loss)
+
+    def token_losses(
+        self,
+        x: Tensor,  # (N, C) normed activations
+        head: Tensor,  # (V', C) fp32 master
+        targets: Tensor,  # (N,) token ids, -1 = ignored
+        vocab: int,
+        chunk: int,
+        capped: bool = True,
+    ) -> Tensor:  # (N,) fp32 nats, 0 if ignored
+        """Return the loss of each token; see loss.token_losses."""
+        chunk_loss = self.chunk_loss(x, vocab, capped)
+        rows = self.rows_with_targets(targets)
+        if rows is None:
+            return loss.token_losses(x, head, targets, vocab, chunk, capped, chunk_loss)
+        losses = loss.token_losses(x[rows], head, targets[rows], vocab, chunk, capped, chunk_loss)
+        return losses.new_zeros(len(targets)).index_copy(0, rows, losses)
+
+    def chunk_loss(self, x: Tensor, vocab: int, capped: bool) -> ChunkLoss | None:
+        """Return what computes the losses of a chunk of x (N, C), or None for plain torch."""
+        return None
 
     def with_targets(
         self,
@@ -360,23 +383,29 @@ class Operations(PlainAttention):
         targets: Tensor,  # (N,) token ids, -1 = ignored
         weights: Tensor | None,  # (N,)
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # (n, C), (n,), (n,)
-        """Return `x`, `targets` and `weights` without most of the tokens that have no target.
+        """Return `x`, `targets` and `weights` without most of the tokens that have no target."""
+        rows = self.rows_with_targets(targets)
+        if rows is None:
+            return x, targets, weights
+        row_weights = None if weights is None else weights[rows]
+        return x[rows], targets[rows], row_weights
+
+    def rows_with_targets(self, targets: Tensor) -> Tensor | None:  # (N,) -> (n,)
+        """Return the tokens for which the head is computed, or None for all tokens.
 
         Tokens are dropped only in uncompiled code and only if `skips_masked` is set. Those with a
         target then come first, and a multiple of 256 tokens (ROW_GRAIN) remains, because tensors of
         many different sizes reuse memory less often. If that drops none, nothing is reordered.
         """
         if not self.skips_masked or is_compiling():  # compiled code wants one shape
-            return x, targets, weights
+            return None
         has_target = targets >= 0
         grains = -(-int(has_target.sum()) // ROW_GRAIN)
         count = max(grains, 1) * ROW_GRAIN
         if count >= len(targets):
-            return x, targets, weights
+            return None
         targets_first = has_target.logical_not().int().argsort(stable=True)
-        rows = targets_first[:count]
-        row_weights = None if weights is None else weights[rows]
-        return x[rows], targets[rows], row_weights
+        return targets_first[:count]
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
         """Return the sum of squares of each gradient."""

@@ -27,13 +27,17 @@ class Host(Platform):
     backend = "gloo"
     has_own_memory = False
     runs_beside_host = False
-    context = (512, "a CPU")
     pass_tokens = PASS_TOKENS
     split_tokens = 1 << 18
     evaluation_rows = 4
     prefers_trees = True
     shards_sparse_tables = False
     long_run_seconds = 3600
+
+    @property
+    def context(self) -> tuple[int, str]:
+        """Implement Platform.context."""
+        return 512, tr("a CPU")
 
     @property
     def module(self) -> None:

@@ -109,9 +109,16 @@ class OperatorVocabulary(Vocabulary):
         )
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:  # (N, C), (N,) -> (N,)
-        """Implement Vocabulary.token_losses with the table that the platform stores, if it does."""
+        """Implement Vocabulary.token_losses with the platform's losses, or with a stored table."""
         if self.look_up is None:
-            return super().token_losses(x, targets)
+            return self.operations.token_losses(
+                x,
+                self.weight,
+                targets,
+                vocab=self.shape[0],
+                chunk=self.chunk,
+                capped=False,
+            )
         losses = []
         chunks = zip(x.split(self.chunk), targets.split(self.chunk), strict=True)
         for chunk, chunk_targets in chunks:

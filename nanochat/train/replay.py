@@ -7,7 +7,7 @@ general prompts of the package, and half are texts without a prompt.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 
 import numpy as np
@@ -43,6 +43,8 @@ MOST_DATA = 1_000_000
 NOT_OWN = 1.0  # stands for the reference of a token of the data; no log-probability is above 0
 # In nats: the pull on a token stops growing once the model finds it this much more likely.
 LARGEST = 5.0
+# What anchored_loss() sums apart: the two losses, and the number of tokens of own words.
+FIGURES = ("data_loss", "own_words_loss", "own_words_share")
 MEMORY_SHARE = 0.8  # of the device's memory, which the whole model may take while it writes
 
 
@@ -149,8 +151,8 @@ class AnchoredRows(MixedRows):
 def anchored_loss(
     losses: Tensor,  # (B, T) fp32, in nats, 0 for ignored tokens
     references: Tensor,  # (B, T) as in AnchoredRows
-) -> Tensor:  # ()
-    """Return the summed loss of tokens of the data and of the model's own words.
+) -> tuple[Tensor, Tensor]:  # (), (3,)
+    """Return the summed loss of tokens of the data and of the model's own words, and FIGURES of it.
 
     A token of the data counts as it is. A token of the model's own words counts as r - 1 - log r,
     where r is its probability now over the one before training. The mean of that is the divergence
@@ -163,7 +165,24 @@ def anchored_loss(
     ratio = capped.exp()
     # Beyond the cap, the loss continues as a straight line, so that the pull stays constant.
     divergence = ratio - 1 - log_ratio + ratio.detach() * (log_ratio - capped)
-    return torch.where(references == NOT_OWN, losses, divergence).sum()
+    is_own = references != NOT_OWN
+    data_loss = losses.masked_fill(is_own, 0).sum()
+    own_loss = divergence.masked_fill(~is_own, 0).sum()
+    return data_loss + own_loss, torch.stack((data_loss, own_loss, is_own.sum()))
+
+
+def mean_losses(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean loss of the data's tokens and that of own words, each if a step has some.
+
+    `figures` holds the sums of FIGURES over the number of all targets.
+    """
+    data_loss, own_loss, own_share = (figures[name] for name in FIGURES)
+    means = {}
+    if own_share < 1:
+        means["data_loss"] = data_loss / (1 - own_share)
+    if own_share > 0:
+        means["own_words_loss"] = own_loss / own_share
+    return means
 
 
 def add_references(

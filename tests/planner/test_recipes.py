@@ -69,7 +69,18 @@ def test_shipped_forecasts_are_what_a_forecast_gives_today() -> None:
                      offload_activations=True)  # fmt: skip
     shipped = recipes.read()
     tunings = [adapter, sharded]
-    assert list(forecasts(tunings)) == [shipped[key_of("Qwen3-0.6B", tuning)] for tuning in tunings]
+    for tuning, memory in zip(tunings, forecasts(tunings), strict=True):
+        expected = shipped[key_of("Qwen3-0.6B", tuning)]
+        assert asdict(memory) == pytest.approx(asdict(expected), rel=1e-6)
+
+
+def test_write_recipes_replaces_the_file_beside_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "recipes.json"
+    monkeypatch.setattr(recipes, "PATH", path)
+    monkeypatch.setattr(recipes, "forecasts", lambda tunings: [Memory(1, 2 + tuning.ranks) for tuning in tunings])
+    command.main(command.Config(write_recipes=True))
+    expected = {key: Memory(1, 2 + tuning.ranks) for key, tuning in default_tunings().items()}
+    assert recipes.read(path) == expected and len(expected) > 100
 
 
 @pytest.mark.slow

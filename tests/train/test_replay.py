@@ -61,23 +61,35 @@ def test_the_references_are_the_log_probabilities_of_the_models_own_words_before
 def test_an_unchanged_model_gets_no_gradient_from_its_own_words() -> None:
     losses = torch.tensor([[2.0, 1.0, 0.5, 0.0]], requires_grad=True)
     references = torch.tensor([[-2.0, -1.0, replay.NOT_OWN, replay.NOT_OWN]])
-    loss = replay.anchored_loss(losses, references)
+    loss, _ = replay.anchored_loss(losses, references)
     loss.backward()
     assert loss.item() == 0.5
     assert losses.grad is not None and losses.grad.tolist() == [[0, 0, 1, 1]]
 
 
+def test_the_losses_of_the_data_and_of_own_words_are_told_apart() -> None:
+    losses = torch.tensor([[3.0, 1.0, 2.0, 0.0]])  # the last token has no target
+    references = torch.tensor([[-3.0 - math.log(2), replay.NOT_OWN, replay.NOT_OWN, replay.NOT_OWN]])
+    loss, sums = replay.anchored_loss(losses, references)
+    figures = dict(zip(replay.FIGURES, (sums / 3).tolist(), strict=True))
+    means = replay.mean_losses(figures)
+    assert means == pytest.approx({"data_loss": 1.5, "own_words_loss": 2 - 1 - math.log(2)})
+    assert float(loss) == pytest.approx(2 * means["data_loss"] + means["own_words_loss"])
+    no_own = dict(zip(replay.FIGURES, (1.5, 0.0, 0.0), strict=True))
+    assert replay.mean_losses(no_own) == {"data_loss": 1.5}
+
+
 def test_the_mean_of_the_anchored_loss_is_the_divergence() -> None:
     generator = torch.Generator().manual_seed(1)
     before, now = (torch.randn(2, 5, generator=generator) / 2).log_softmax(1).unbind(0)
-    each = torch.stack([replay.anchored_loss(-now[i : i + 1], before[i : i + 1]) for i in range(5)])
+    each = torch.stack([replay.anchored_loss(-now[i : i + 1], before[i : i + 1])[0] for i in range(5)])
     expected = (before.exp() * (before - now)).sum()
     torch.testing.assert_close((before.exp() * each).sum(), expected)
 
 
 def test_a_word_that_became_far_likelier_pulls_no_harder_than_the_cap() -> None:
     losses = torch.tensor([[0.0]], requires_grad=True)
-    replay.anchored_loss(losses, torch.tensor([[-1000.0]])).backward()
+    replay.anchored_loss(losses, torch.tensor([[-1000.0]]))[0].backward()
     assert losses.grad is not None
     assert losses.grad.item() == pytest.approx(1 - math.exp(replay.LARGEST))
 

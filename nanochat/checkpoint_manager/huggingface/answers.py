@@ -1,7 +1,7 @@
 """Finds in a rendered conversation what the assistant is trained to write.
 
-A chat template is rendered twice: as it is, and with a mark at the beginning of each text, name of
-a function and reasoning of the assistant. The marks say where a turn of the assistant is. The turn
+A chat template is rendered twice: first as it is, then with a mark at the beginning of each text,
+function name and thought of the assistant. The marks show where the assistant's turns are. The turn
 begins after the words that open a reply, and ends with the token that ends it.
 """
 

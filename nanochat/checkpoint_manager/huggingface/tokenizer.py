@@ -1,6 +1,6 @@
-"""The tokenizer of a published model, with the interface of our own tokenizer.
+"""Gives the tokenizer of a published model the interface of our own tokenizer.
 
-It reads tokenizer.json and the chat template, which turns conversations into text.
+The tokenizer is read from tokenizer.json. The chat template turns conversations into text.
 """
 
 import json

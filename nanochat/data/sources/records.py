@@ -47,7 +47,7 @@ class BadLines:
         """Count a line."""
         self.count += 1
         if len(self.first) < SHOWN:
-            self.first.append(f"{place}: {reason}")
+            self.first.append(tr("{place}: {reason}", place=place, reason=reason))
 
     def __str__(self) -> str:
         more = self.count - len(self.first)

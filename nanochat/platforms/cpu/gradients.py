@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.loss import loss_and_gradients, scaled_gradients
+from nanochat.loss import ChunkLoss
 from nanochat.platforms.cpu.kernels import EPSILON, Kernels
 from nanochat.platforms.cpu.products import Matrix, Matrix8
 from nanochat.platforms.cpu.training import Training, side_by_side
 
 Gradients = tuple[Tensor | None, ...]
-# Overwrites logits with their gradient, and returns the loss. The arguments are logits, targets,
-# weights, vocab and cap.
+# Overwrites logits with the gradient of their losses' sum, and returns the losses (n,). The
+# arguments are logits, targets, weights, vocab and cap.
 FusedLoss = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
 
 
@@ -362,51 +362,22 @@ class Offset(torch.autograd.Function):
         return None, ctx.use.training.shift(grads[0], back=True)
 
 
-class Loss(torch.autograd.Function):
-    """Computes loss.chunked_loss(), with one kernel call for each chunk's loss and gradient."""
+def chunk_loss(
+    fused: FusedLoss,
+    vocab: int,
+    cap: float,  # of the softcap; 0 if the logits are not capped
+    multiply: Callable[[Tensor], Tensor] | None = None,  # with the head; None: torch's own
+) -> ChunkLoss:
+    """Return a ChunkLoss that computes losses and their gradient with one call of the kernel."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,  # (N, C)
+    def losses_and_gradient(
+        x: Tensor,  # (n, C)
         head: Tensor,  # (V', C)
-        targets: Tensor,  # (N,)
-        weights: Tensor,  # (N,) fp32
-        vocab: int,
-        chunk: int,
-        cap: float,  # of the softcap; 0 if the logits are not capped
-        fused: FusedLoss,
-        multiply: Callable[[Tensor], Tensor]
-        | None,  # multiplies with the head; None for torch's own
-    ) -> Tensor:
-        def chunk_loss(
-            x_chunk: Tensor,
-            cast_head: Tensor,
-            chunk_targets: Tensor,
-            chunk_weights: Tensor,
-        ) -> tuple[Tensor, Tensor]:
-            if multiply is None:
-                logits = F.linear(x_chunk, cast_head)
-            else:
-                logits = multiply(x_chunk)
-            loss = fused(logits, chunk_targets, chunk_weights, vocab, cap)
-            return loss, logits
+        targets: Tensor,  # (n,)
+        weights: Tensor,  # (n,) fp32
+    ) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x, head) if multiply is None else multiply(x)
+        losses = fused(logits, targets, weights, vocab, cap)
+        return losses, logits
 
-        is_head_frozen = not ctx.needs_input_grad[1]
-        loss, *grads = loss_and_gradients(
-            x,
-            head,
-            targets,
-            weights,
-            chunk,
-            chunk_loss,
-            is_head_frozen,
-        )
-        ctx.save_for_backward(*grads)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Gradients:
-        x_grad, head_grad = ctx.saved_tensors
-        scaled = scaled_gradients(x_grad, head_grad, grads[0])
-        return *scaled, *[None] * 7
+    return losses_and_gradient

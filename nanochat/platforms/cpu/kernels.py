@@ -545,13 +545,13 @@ class Kernels:
 
     def loss(
         self,
-        logits: Tensor,  # (n, V') contiguous, overwritten with the gradient of the result
+        logits: Tensor,  # (n, V') contiguous, overwritten with the gradient of the losses' sum
         targets: Tensor,  # (n,) token IDs below `vocab`; any integer if the weight is 0
         weights: Tensor,  # (n,) fp32
         vocab: int,
         cap: float,  # of the softcap; 0 if there is none
-    ) -> Tensor:  # ()
-        """Return the weighted sum of the rows' cross-entropies, and write its gradient to `logits`.
+    ) -> Tensor:  # (n,) fp32
+        """Return the weighted cross-entropy of each row, and write their gradient to `logits`.
 
         Only the first `vocab` logits of each row count. Raises IndexError if a target whose weight
         is not 0 is `vocab` or more. A row with a negative target has no loss.
@@ -571,7 +571,7 @@ class Kernels:
         )
         if not are_valid:
             raise IndexError(f"a target is not one of the {vocab:,} tokens of the vocabulary")
-        return losses.sum()
+        return losses
 
 
 def argument_types(pointers: int, sizes: int, numbers: int) -> list[Any]:

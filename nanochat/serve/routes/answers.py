@@ -1,8 +1,8 @@
 """Answers requests that generate text: follows growing replies, and sends the answer's bytes.
 
-Choice follows the engine's events of one reply, Reply (in reply.py) turns them into pieces, a Writer
-puts these into the format of its route, and Answer sends them, streamed or whole. If a client
-leaves, its answer ends.
+Choice follows the engine's events of one reply. Reply (in reply.py) turns the events into pieces of
+text and calls, a Writer puts the pieces into the format of its route, and Answer sends them,
+streamed or whole. If a client disconnects, its answer ends.
 """
 
 import asyncio

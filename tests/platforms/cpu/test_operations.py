@@ -13,7 +13,6 @@ from nanochat.linear import Linear
 from nanochat.models.lora import Adapter, LoraConfig, add_adapters, first_values
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms import host
-from nanochat.platforms.cpu import gradients
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.layers import accelerate
 from nanochat.platforms.operations import Operations
@@ -110,27 +109,35 @@ def test_adapters_add_to_matrices_that_are_multiplied_together() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt", "qwen3"])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", ["sum", "weighted sum", "none", "frozen"])
 def test_tokens_without_a_target_are_left_out_of_the_loss(
-    family: str, weighted: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SFT trains a quarter of its tokens, and the head is two fifths of the FLOPs of a small model."""
     read: list[int] = []
     whole = loss.loss_and_gradients
-    for module in (loss, gradients):
-        monkeypatch.setattr(module, "loss_and_gradients", lambda x, *rest: read.append(len(x)) or whole(x, *rest))
+    monkeypatch.setattr(
+        loss, "loss_and_gradients", lambda x, *rest, **named: read.append(len(x)) or whole(x, *rest, **named)
+    )
     generator = torch.Generator().manual_seed(4)
     idx = torch.randint(0, 320, (20, 24), generator=generator)
     targets = torch.where(torch.rand(20, 24, generator=generator) < 0.25, idx, -1)
-    weights = torch.rand(20, 24, generator=generator) if weighted else None
+    weights = torch.rand(20, 24, generator=generator)
     found = []
     for operations in (CpuOperations(), Operations()):
         model: Any = (
             tiny_gpt(320, 64, operations=operations) if family == "gpt" else tiny_qwen(family, operations=operations)
         )
-        total = model(idx, targets, "sum", weights)
+        if kind == "frozen":
+            head = model.lm_head if family == "gpt" else model.head
+            head.weight.requires_grad_(False)
+        if kind in ("none", "frozen"):  # any function of the losses has a gradient
+            total = (model(idx, targets, "none") * weights).square().sum()
+        else:
+            total = model(idx, targets, "sum", weights if kind == "weighted sum" else None)
         total.backward()
-        found.append([total.detach(), *(parameter.grad for parameter in model.parameters())])
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        found.append([total.detach(), *(parameter.grad for parameter in parameters)])
     assert read == [256, targets.numel()]  # of 124 with a target
     for mine, plain in zip(*found, strict=True):
         largest = plain.abs().max().item()  # fp32 rounds sums in proportion to it, near zero too
