@@ -1,4 +1,4 @@
-"""Every stage on every chip learns what it learns on the CPU: script x loss x chip x number format, two steps each.
+"""Every stage on every chip learns what it learns on the CPU: script x loss x chip, two steps each.
 
 A row of the table begins with equal weights on the CPU and on the chip, and takes equal rows of data. RL samples on the
 chip too, but trains on the replies that the CPU sampled, so that no token hangs on rounding. Validation is measured.
@@ -20,6 +20,7 @@ from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.device import Compute
 from nanochat.rl import rollout
 from nanochat.runtime.tracking import read_metrics
+from nanochat.train import replay as own_words
 from scripts import finetune
 from tests.emulated_npu import worker
 from tests.scripts.test_finetune import config as tuning
@@ -114,6 +115,7 @@ def run_row(name: str, tag: str, models: Path, compute: Compute) -> None:
     replies = Path(os.environ["NANOCHAT_BASE_DIR"]) / f"{name}.pt"
     with pytest.MonkeyPatch.context() as patch, fixed_replies(replies):
         patch.setenv("NANOCHAT_PEAK_TFLOPS", "1")  # measuring the speed of products would take a third of the time
+        patch.setattr(own_words, "TOKENS", 600)
         shrink(patch)
         if row.stage == "tune":
             data = models / ("pairs.jsonl" if flags.get("loss") == "dpo" else "chats.jsonl")
@@ -148,9 +150,16 @@ def base(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Pat
         yield folder
 
 
-@pytest.mark.parametrize("precision", ["fp32", "half"])
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name", TABLE)
+# Every stage meets every chip and both precisions, and every chip both precisions: what two of the three cause together
+# is found, in half the runs. A chip refuses a number format that it lacks in either precision.
+CASES = [
+    pytest.param(name, chip, "fp32" if place == row % len(CHIPS) else "half", id=f"{name}-{chip}")
+    for row, name in enumerate(TABLE)
+    for place, chip in enumerate(CHIPS)
+]
+
+
+@pytest.mark.parametrize(("name", "chip", "precision"), CASES)
 def test_a_stage_on_a_chip_has_the_losses_of_the_cpu(
     name: str, chip: str, precision: str, base: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_a_run_of_every_parameter_that_was_stopped_ends_with_the_same_bits(
 @pytest.fixture(autouse=True)
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    monkeypatch.setattr(replay, "TOKENS", 600)  # all that replay_every does, in a fiftieth of the time
     return tmp_path / "base"
 
 
@@ -163,7 +164,9 @@ def test_validation_does_not_drop_what_the_adapter_sees(models: Path) -> None:
 
 
 def a_run(compute: Compute, models: Path, flags: dict[str, Any]) -> None:
-    finetune.train(config(models, **flags), compute)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "TOKENS", 600)
+        finetune.train(config(models, **flags), compute)
 
 
 @pytest.mark.ranks
@@ -202,7 +205,6 @@ def test_a_stopped_run_with_the_models_own_words_ends_with_the_same_bits(models:
 def test_a_run_resumes_with_its_own_words_where_other_processes_have_taken_the_memory(
     models: Path, base: Path, monkeypatch: pytest.MonkeyPatch, every: Any
 ) -> None:
-    monkeypatch.setattr(replay, "TOKENS", 600)
     flags = {"replay_every": every, "eval_every": 0}
     finetune.train(config(models, **flags, stop_at=2), on_cpu())
     monkeypatch.setattr(replay, "reachable", lambda compute: 1000)
