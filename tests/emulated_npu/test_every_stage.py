@@ -20,12 +20,11 @@ from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.device import Compute
 from nanochat.rl import rollout
 from nanochat.runtime.tracking import read_metrics
-from nanochat.train import replay as own_words
 from scripts import finetune
 from tests.emulated_npu import worker
 from tests.scripts.test_finetune import config as tuning
 from tests.scripts.test_finetune import models as models  # a fixture: published models, conversations and pairs
-from tests.support.small_world import make_corpus, run_stage, shrink
+from tests.support.small_world import few_own_words, make_corpus, run_stage, shrink
 from tests.support.tiny_model import on_cpu
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
@@ -115,7 +114,7 @@ def run_row(name: str, tag: str, models: Path, compute: Compute) -> None:
     replies = Path(os.environ["NANOCHAT_BASE_DIR"]) / f"{name}.pt"
     with pytest.MonkeyPatch.context() as patch, fixed_replies(replies):
         patch.setenv("NANOCHAT_PEAK_TFLOPS", "1")  # measuring the speed of products would take a third of the time
-        patch.setattr(own_words, "TOKENS", 600)
+        few_own_words(patch)
         shrink(patch)
         if row.stage == "tune":
             data = models / ("pairs.jsonl" if flags.get("loss") == "dpo" else "chats.jsonl")

@@ -28,6 +28,7 @@ from tasks.mixtures import own_conversations
 from tests.support.flags import configured
 from tests.support.qwens import VOCABULARY, write_folder
 from tests.support.rank_pool import Pool
+from tests.support.small_world import few_own_words
 from tests.support.tiny_model import on_cpu
 
 WORDS = ("the", "cat", "sat", "on", "mat", "12", "34", "猫", "坐", "垫子")
@@ -70,7 +71,7 @@ def test_a_run_of_every_parameter_that_was_stopped_ends_with_the_same_bits(
 @pytest.fixture(autouse=True)
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    monkeypatch.setattr(replay, "TOKENS", 600)  # all that replay_every does, in a fiftieth of the time
+    few_own_words(monkeypatch)
     return tmp_path / "base"
 
 
@@ -165,7 +166,7 @@ def test_validation_does_not_drop_what_the_adapter_sees(models: Path) -> None:
 
 def a_run(compute: Compute, models: Path, flags: dict[str, Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "TOKENS", 600)
+        few_own_words(patch)
         finetune.train(config(models, **flags), compute)
 
 
