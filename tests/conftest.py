@@ -16,6 +16,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("NANOCHAT_LANG", None)
+os.environ.setdefault("NANOCHAT_PEAK_TFLOPS", "1")  # measured, it would take half a second of each training
 os.environ["LC_ALL"] = "C.UTF-8"  # tests read the English messages
 # What tests compile is compiled once, and not into the user's own cache.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/nanochat-tests-{os.getuid()}")

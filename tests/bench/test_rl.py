@@ -12,8 +12,10 @@ import pytest
 
 from bench.processes import ROOT
 from bench.rl import __main__ as rl
+from bench.rl import control as rl_control
 from bench.rl.control import gain_of, judge
 from bench.rl.side import SUMS
+from nanochat.common import UserError
 from tests.support.small_world import files
 from tests.support.tiny_model import tiny_checkpoint
 
@@ -73,6 +75,6 @@ def test_a_quick_control_changes_none_of_the_user_s_checkpoints(base_folder: Pat
 
 
 def test_without_an_sft_checkpoint_its_command_is_named() -> None:
-    finished = control()
-    assert finished.returncode == 2
-    assert "python -m scripts.chat_sft" in finished.stderr
+    with pytest.raises(UserError, match=r"python -m scripts\.chat_sft") as refused:
+        rl_control.main(rl_control.Config())
+    assert refused.value.exit_code == 2

@@ -1,4 +1,4 @@
-"""Every stage on every chip learns what it learns on the CPU: script x loss x chip x number format, two steps each.
+"""Every stage on every chip learns what it learns on the CPU: script x loss x chip, two steps each.
 
 A row of the table begins with equal weights on the CPU and on the chip, and takes equal rows of data. RL samples on the
 chip too, but trains on the replies that the CPU sampled, so that no token hangs on rounding. Validation is measured.
@@ -24,7 +24,7 @@ from scripts import finetune
 from tests.emulated_npu import worker
 from tests.scripts.test_finetune import config as tuning
 from tests.scripts.test_finetune import models as models  # a fixture: published models, conversations and pairs
-from tests.support.small_world import make_corpus, run_stage, shrink
+from tests.support.small_world import few_own_words, make_corpus, run_stage, shrink
 from tests.support.tiny_model import on_cpu
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
@@ -114,6 +114,7 @@ def run_row(name: str, tag: str, models: Path, compute: Compute) -> None:
     replies = Path(os.environ["NANOCHAT_BASE_DIR"]) / f"{name}.pt"
     with pytest.MonkeyPatch.context() as patch, fixed_replies(replies):
         patch.setenv("NANOCHAT_PEAK_TFLOPS", "1")  # measuring the speed of products would take a third of the time
+        few_own_words(patch)
         shrink(patch)
         if row.stage == "tune":
             data = models / ("pairs.jsonl" if flags.get("loss") == "dpo" else "chats.jsonl")
@@ -148,9 +149,16 @@ def base(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Pat
         yield folder
 
 
-@pytest.mark.parametrize("precision", ["fp32", "half"])
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name", TABLE)
+# Every stage meets every chip and both precisions, and every chip both precisions: what two of the three cause together
+# is found, in half the runs. A chip refuses a number format that it lacks in either precision.
+CASES = [
+    pytest.param(name, chip, "fp32" if place == row % len(CHIPS) else "half", id=f"{name}-{chip}")
+    for row, name in enumerate(TABLE)
+    for place, chip in enumerate(CHIPS)
+]
+
+
+@pytest.mark.parametrize(("name", "chip", "precision"), CASES)
 def test_a_stage_on_a_chip_has_the_losses_of_the_cpu(
     name: str, chip: str, precision: str, base: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

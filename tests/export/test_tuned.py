@@ -34,6 +34,7 @@ def tune(tmp_path: Path) -> Any:
         finetune.train(configured(
             finetune.Config, model=tmp_path / "model", data=(str(tmp_path / "chats.jsonl"),), lora_rank=rank, max_length=48,
             num_iterations=3, target_examples_per_step=4, device_batch_size=2, learning_rate=1e-2, compile=False,
+            replay_every=0,
         ), on_cpu())  # fmt: skip
 
     return run

@@ -17,7 +17,7 @@ import pytest
 from nanochat.common import UserError
 from nanochat.evals import sandbox
 from nanochat.evals.system_calls import ARCHITECTURES, DENIED, filter_for
-from tests.support.sandboxes import KINDS, Run, sandboxed
+from tests.support.sandboxes import CROSSED, KINDS, Run, sandboxed
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox is for Linux")
 COLUMN = ARCHITECTURES.get(platform.machine(), (0, 0))[0]
@@ -34,6 +34,11 @@ def call(name, *arguments):
 
 @pytest.fixture(params=KINDS)
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    yield from sandboxed(request.param, monkeypatch)
+
+
+@pytest.fixture(params=CROSSED)
+def run_in_either_tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     yield from sandboxed(request.param, monkeypatch)
 
 
@@ -349,13 +354,13 @@ CHEATS = {
 }
 
 
-def test_what_the_page_admits_is_true(run: Run) -> None:
+def test_what_the_page_admits_is_true(run_in_either_tier: Run) -> None:
     """If this fails, the sandbox has become better than T47 claims."""
-    assert run("import ctypes\nctypes.CDLL(None).exit(0)\n").passed
+    assert run_in_either_tier("import ctypes\nctypes.CDLL(None).exit(0)\n").passed
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
-def test_a_pass_cannot_be_read_and_repeated(run: Run, cheat: str) -> None:
+def test_a_pass_cannot_be_read_and_repeated(run_in_either_tier: Run, cheat: str) -> None:
     """T47. Injects: programs that look for the proof of a pass in frames, in all objects, in open files and in the
     functions around them, write what they find to every open file, and leave early with status 0, all in plain Python.
     Must follow: none has passed. A program that calls exit() of the C library, or whose objects equal everything, can
@@ -365,5 +370,5 @@ def test_a_pass_cannot_be_read_and_repeated(run: Run, cheat: str) -> None:
     然后以状态 0 提前退出。必须：没有一个算通过。但调用 C 库的 exit()、或造出与一切相等的对象的程序可能算通过，因为它
     与测试代码在同一个进程里。
     """
-    outcome = run(CHEATS[cheat].replace("\n        ", "\n") + "\nimport os\nos._exit(0)\n")
+    outcome = run_in_either_tier(CHEATS[cheat].replace("\n        ", "\n") + "\nimport os\nos._exit(0)\n")
     assert not outcome.passed, outcome.output[:2000]

@@ -3,6 +3,7 @@
 import builtins
 import contextlib
 import errno
+import functools
 import io
 import os
 import random
@@ -216,6 +217,23 @@ def two_steps(compute: Compute, folder: Path, files: Files) -> Any:
     return held
 
 
+@pytest.fixture(scope="module")
+def twice(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Files, Path], Any]:
+    """Copies a run of two_steps(), made once for each form, to a folder, and returns what the run saved first."""
+
+    @functools.cache
+    def made(files: Files) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp(files)
+        return folder, pool.run(2, two_steps, folder, files)
+
+    def copied(files: Files, target: Path) -> Any:
+        folder, held = made(files)
+        shutil.copytree(folder, target)
+        return held
+
+    return copied
+
+
 def damages(files: Files, name: str) -> list[Callable[[Path], None]]:
     """What may happen to a file: lower tests damage one file in every way."""
     flip = flip_a_bit if name.endswith(".safetensors") else flip_a_digit
@@ -229,8 +247,9 @@ DAMAGE = [(files, name, damage) for files in FORMS for name in FILES[files] for 
 
 @pytest.mark.parametrize(("files", "name", "damage"), DAMAGE)
 def test_damage_to_any_file_falls_back_one_step(
-    tmp_path: Path, pool: Pool, files: Files, name: str, damage: Callable[[Path], None]
-) -> None:
+    tmp_path: Path, pool: Pool, twice: Callable[[Files, Path], Any], files: Files, name: str,
+    damage: Callable[[Path], None],
+) -> None:  # fmt: skip
     """T7. Injects: one bit of one file of the newest step is flipped, half of it is cut off, or it is removed, for each
     file of two ranks, with the parameters in one file or in a file per rank. Must follow: both ranks resume from the
     step before, bit for bit, and the damaged file is named.
@@ -238,7 +257,7 @@ def test_damage_to_any_file_falls_back_one_step(
     注入：两个进程最新一步的每个文件（参数合为一个文件，或每个进程一个），翻转一个比特，截去一半，或整个删除。必须：两个进程都从前一步逐位继续，
     并指出损坏的文件。
     """
-    held = pool.run(2, two_steps, tmp_path / "run", files)
+    held = twice(files, tmp_path / "run")
     damage(tmp_path / "run" / "step_000002" / name)
     found = pool.run(2, go_on, tmp_path / "run")
     for (values, kept), (step, loaded, has, _) in zip(held, found, strict=True):
@@ -287,14 +306,16 @@ def test_a_kill_while_a_file_is_written(tmp_path: Path, pool: Pool, files: Files
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_an_index_that_names_a_missing_file(tmp_path: Path, pool: Pool, sealed: bool) -> None:
+def test_an_index_that_names_a_missing_file(
+    tmp_path: Path, pool: Pool, twice: Callable[[Files, Path], Any], sealed: bool
+) -> None:
     """T7. Injects: the index of the newest step names a file that no rank wrote; with a hash that is wrong, or right.
     Must follow: both ranks resume from the step before, and the index is named, or the missing file.
 
     注入：最新一步的索引指向一个并不存在的文件，其哈希不符，或者相符。必须：两个进程都从前一步继续，
     并指出是索引有误，或缺少哪个文件。
     """
-    pool.run(2, two_steps, tmp_path / "run", "per_rank")
+    twice("per_rank", tmp_path / "run")
     step = tmp_path / "run" / "step_000002"
     (step / INDEX).write_text((step / INDEX).read_text().replace("model-00002-of", "model-00007-of"))
     if sealed:

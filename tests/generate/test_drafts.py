@@ -68,24 +68,39 @@ def assert_same(got: Completion, expected: Completion) -> None:
     ]
 
 
-@pytest.mark.parametrize("recurrent", [False, True])
-@pytest.mark.parametrize("slots", [1, 4])
-@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("pad", [False, True])
-def test_replies_are_those_without_drafts(model, monkeypatch, recurrent, slots, right, pad):
+@pytest.fixture(scope="module", params=["windows", "recurrent"])
+def without_drafts(request: pytest.FixtureRequest, model: GPT) -> tuple[Any, list[Completion], list[Completion]]:
+    """A model, its replies to cases(), and its replies to each of these with its prompt."""
+    tested: Any = Recurrent(TOKENIZER, LENGTH) if request.param == "recurrent" else model
+
+    def alone(prompt: list[int], sampling: Sampling) -> Completion:
+        return replies_of(Engine(tested, TOKENIZER, slots=1), [(prompt, sampling)])[0]
+
+    replies = [alone(*case) for case in cases()]
+    again = [alone(followed(case[0], reply), SETTINGS[0]) for case, reply in zip(cases(), replies, strict=True)]
+    return tested, replies, again
+
+
+def followed(prompt: list[int], reply: Completion) -> list[int]:
+    return [*prompt, *reply.tokens][: LENGTH - 30]
+
+
+# Every pair of values, with either model.
+@pytest.mark.parametrize(
+    ("slots", "right", "pad"), [(1, 0.0, False), (4, 0.0, True), (1, 0.7, True), (4, 1.0, False), (1, 1.0, True)]
+)
+def test_replies_are_those_without_drafts(without_drafts, monkeypatch, slots, right, pad):
     monkeypatch.setattr(drafts, "MOST_TOKENS", 16)
-    tested: Any = Recurrent(TOKENIZER, LENGTH) if recurrent else model
-    expected = [replies_of(Engine(tested, TOKENIZER, slots=1), [case])[0] for case in cases()]
+    tested, expected, replies_to_all = without_drafts
     prophet = Prophet({len(case[0]): reply.tokens for case, reply in zip(cases(), expected, strict=True)}, right)
     engine = Engine(tested, TOKENIZER, slots=slots, pad=pad, drafts=Drafts(prophet))
     for got, reply in zip(replies_of(engine, cases()), expected, strict=True):
         assert_same(got, reply)
     assert engine.drafts is not None and engine.drafts.guessed
     # what finished replies leave behind is as good as what was read
-    for case, reply in zip(cases(), expected, strict=True):
-        prompt = [*case[0], *reply.tokens][: LENGTH - 30]
-        again = replies_of(engine, [(prompt, SETTINGS[0])])[0]
-        assert_same(again, replies_of(Engine(tested, TOKENIZER, slots=1), [(prompt, SETTINGS[0])])[0])
+    for case, reply, wanted in zip(cases(), expected, replies_to_all, strict=True):
+        again = replies_of(engine, [(followed(case[0], reply), SETTINGS[0])])[0]
+        assert_same(again, wanted)
 
 
 @pytest.mark.parametrize("right", [0.7, 1.0])

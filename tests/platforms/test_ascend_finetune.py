@@ -67,7 +67,8 @@ def test_a_chip_without_bf16_trains_an_adapter_in_fp16(models: Path) -> None:
 def test_the_guides_launcher_trains_on_two_cards(models: Path) -> None:
     command = [sys.executable, "-m", "tests.emulated_npu", "--devices", "2", "--", sys.executable,
                "runs/launch_npu_training.py", "--npus", "2", "--model", str(models / "qwen3"), "--data",
-               str(models / "chats.jsonl"), "--max_length=64", "--num_iterations=2", "--eval_every=0"]  # fmt: skip
+               str(models / "chats.jsonl"), "--max_length=64", "--num_iterations=2", "--eval_every=0",
+               "--replay_every=0"]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -206,18 +206,13 @@ def test_no_room_has_two_floors() -> None:
     assert len(FLOOR) == sum(map(len, house.FLOORS))
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
-    assert house.measure().circles == []
-
-
-def test_every_folder_has_few_entries() -> None:
-    for folder, count in house.measure().entries.items():
+def test_the_house_has_no_circles_few_entries_in_a_folder_and_short_files() -> None:
+    measures = house.measure()
+    assert measures.circles == []
+    for folder, count in measures.entries.items():
         limit = house.MOST_ENTRIES_AT_THE_TOP if folder == house.PACKAGE else house.MOST_ENTRIES
         assert count <= limit, f"{folder} has {count} entries, at most {limit}"
-
-
-def test_half_of_the_files_are_short() -> None:
-    assert house.measure().median_lines <= house.MEDIAN_LINES
+    assert measures.median_lines <= house.MEDIAN_LINES
 
 
 @pytest.mark.parametrize(

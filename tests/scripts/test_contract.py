@@ -3,6 +3,7 @@
 The scripts hold their loops themselves; this contract keeps the copies from diverging.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -26,7 +27,7 @@ from scripts import chat_rl, finetune
 from tests.scripts.test_finetune import models as models  # a fixture: two small models and conversations
 from tests.support.flags import configured
 from tests.support.ranks import run_ranks
-from tests.support.small_world import STAGES, run_stage, shrink, small_chain, stage_folder, up_to
+from tests.support.small_world import STAGES, few_own_words, run_stage, shrink, small_chain, stage_folder, up_to
 from tests.support.tiny_model import on_cpu
 
 STEPS, EVERY = 6, 3
@@ -46,18 +47,17 @@ def train(script: str, models: Path, compute: Compute | None = None, **flags: An
     """Run one script in the base folder of the environment."""
     flags = {"num_iterations": STEPS, "eval_every": EVERY, **flags}
     if script != "tune":
-        return run_stage(script, compute, **flags)
+        run_stage(script, compute, **flags)
+        return
     cfg = configured(
         finetune.Config, model=models / "qwen3", data=(str(models / "chats.jsonl"),), max_length=48,
         target_examples_per_step=4, device_batch_size=2, learning_rate=1e-2, compile=False, save_seconds=0.0,
         out_tag="made", **{"lora_dropout": 0.1, **flags},
     )  # fmt: skip
     compute = compute or on_cpu()
-    try:
-        with compute.ending:
-            finetune.train(cfg, compute)
-    except runs.AlreadyDone:
-        return None
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(runs.AlreadyDone), compute.ending:
+        few_own_words(patch)
+        finetune.train(cfg, compute)
 
 
 def folder(base: Path, script: str) -> Path:

@@ -28,6 +28,7 @@ from tasks.mixtures import own_conversations
 from tests.support.flags import configured
 from tests.support.qwens import VOCABULARY, write_folder
 from tests.support.rank_pool import Pool
+from tests.support.small_world import few_own_words
 from tests.support.tiny_model import on_cpu
 
 WORDS = ("the", "cat", "sat", "on", "mat", "12", "34", "猫", "坐", "垫子")
@@ -70,6 +71,7 @@ def test_a_run_of_every_parameter_that_was_stopped_ends_with_the_same_bits(
 @pytest.fixture(autouse=True)
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    few_own_words(monkeypatch)
     return tmp_path / "base"
 
 
@@ -163,7 +165,9 @@ def test_validation_does_not_drop_what_the_adapter_sees(models: Path) -> None:
 
 
 def a_run(compute: Compute, models: Path, flags: dict[str, Any]) -> None:
-    finetune.train(config(models, **flags), compute)
+    with pytest.MonkeyPatch.context() as patch:
+        few_own_words(patch)
+        finetune.train(config(models, **flags), compute)
 
 
 @pytest.mark.ranks
@@ -202,7 +206,6 @@ def test_a_stopped_run_with_the_models_own_words_ends_with_the_same_bits(models:
 def test_a_run_resumes_with_its_own_words_where_other_processes_have_taken_the_memory(
     models: Path, base: Path, monkeypatch: pytest.MonkeyPatch, every: Any
 ) -> None:
-    monkeypatch.setattr(replay, "TOKENS", 600)
     flags = {"replay_every": every, "eval_every": 0}
     finetune.train(config(models, **flags, stop_at=2), on_cpu())
     monkeypatch.setattr(replay, "reachable", lambda compute: 1000)

@@ -119,7 +119,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(length=2000) as served:
+    with serving(length=1300) as served:
         yield served
 
 

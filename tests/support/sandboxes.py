@@ -18,6 +18,8 @@ NOBODY = 65534
 PYTHON = "/usr/bin/python3"  # one that nobody may start
 # Who starts a sandbox, and in which tier. Root without CAP_SYS_ADMIN is root in a usual container.
 KINDS = [f"{tier}, {who}" for tier in ("namespaces", "limits") for who in ("root", "bounded root", "nobody")]
+# Both tiers, and where a test may choose, both users: enough for what does not hang on tier and user together.
+CROSSED = ["namespaces, root" if os.getuid() == 0 else "namespaces, nobody", "limits, nobody"]
 
 
 def start_as(who: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

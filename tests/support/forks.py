@@ -1,0 +1,77 @@
+"""Runs `python -m` commands in forks of a process that has imported torch: its import takes seconds of each process.
+
+    with Forks() as forks:
+        code, out, err = forks.run(["scripts.base_train", "--depth=2"], folder, variables)
+
+The process has imported nothing of this project, so `folder` decides whose code runs.
+"""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+class Forks:
+    """The process that forks; a context manager."""
+
+    def __enter__(self) -> "Forks":
+        command = [sys.executable, str(Path(__file__).resolve())]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, cwd=tempfile.gettempdir(), **pipes)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def run(self, words: list[str], folder: Path, variables: dict[str, str]) -> tuple[int, str, str]:
+        """Run a module with its arguments, with all the environment given; its exit code, and what it printed."""
+        assert self._process.stdin and self._process.stdout
+        with tempfile.TemporaryDirectory() as outputs:
+            request = {"words": words, "folder": str(folder), "variables": variables, "outputs": outputs}
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            code = int(self._process.stdout.readline())
+            out, err = ((Path(outputs) / name).read_text() for name in ("out", "err"))
+            return code, out, err
+
+
+def run_module(words: list[str], folder: str, variables: dict[str, str], outputs: str) -> int:
+    """Become the command, and return its exit code."""
+    for name, descriptor in (("out", 1), ("err", 2)):
+        os.dup2(os.open(os.path.join(outputs, name), os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
+    sys.stdin = open(os.devnull)  # noqa: SIM115  # as long as the process
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path[0] = folder
+    sys.argv = words
+    try:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # the edge of a process: who asked for it gets the traceback
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+def main() -> None:
+    import torch._dynamo  # noqa: F401  # and with it torch
+
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            os._exit(run_module(**json.loads(line)))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
