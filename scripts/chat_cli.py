@@ -56,7 +56,7 @@ class Config(ModelFlags):
 
     adapter: Path | None = None
     """Folder of an adapter (LoRA) for the model of --model, as scripts.finetune or peft wrote it;
-    it is merged."""
+    it is merged, except with --weights nf4."""
     prompt: Annotated[str | None, arg(aliases=["-p"])] = None
     """Answer this prompt and exit. Default: chat interactively,
     or answer the text that comes through a pipe."""

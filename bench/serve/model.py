@@ -29,7 +29,7 @@ class Files:
     """One model in the forms that servers read."""
 
     folder: Path  # of transformers and of ours, in bf16
-    gguf: Path  # of llama.cpp, in bf16
+    gguf: Path  # of llama.cpp
     parameters: int
 
     def log(self, name: str) -> Path:
@@ -37,8 +37,10 @@ class Files:
         return self.folder.parent / f"{name}.log"
 
 
-def make(folder: Path, shape: QwenConfig = QWEN3, gguf: bool = False, text: int = TEXT) -> Files:
-    """Write a model with random weights into a folder, and a GGUF file of it if asked to."""
+def make(
+    folder: Path, shape: QwenConfig = QWEN3, gguf: str | None = None, text: int = TEXT
+) -> Files:
+    """Write a model with random weights into a folder, and a GGUF file of it if given a format."""
     model_folder = folder / "model"
     model_folder.mkdir(parents=True)
     write_tokenizer(model_folder, shape, text)
@@ -46,11 +48,17 @@ def make(folder: Path, shape: QwenConfig = QWEN3, gguf: bool = False, text: int 
     model = random_model(shape, compute)
     tensors = {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
     write_tensors(tensors, model_folder / "model.safetensors", {"format": "pt"})
+    return published_files(model_folder, folder, gguf)
+
+
+def published_files(model_folder: Path, folder: Path, gguf: str | None) -> Files:
+    """Return the files of a published model, after writing a GGUF file of that format to `folder`."""
+    compute = device.compute_init("cpu")
+    loaded = load_published(model_folder, None, compute, torch.float32)
     path = folder / "model.gguf"
-    if gguf:
-        loaded = load_published(model_folder, None, compute, torch.float32)
-        llama.export(loaded, path, "bfloat16")
-    return Files(model_folder, path, sum(tensor.numel() for tensor in tensors.values()))
+    if gguf is not None:
+        llama.export(loaded, path, gguf)
+    return Files(model_folder, path, loaded.model.parameter_counts()["total"])
 
 
 def write_tokenizer(folder: Path, shape: QwenConfig, text: int) -> None:

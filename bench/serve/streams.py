@@ -16,6 +16,7 @@ from nanochat.common import UserError
 WORDS = (
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi".split()
 )
+QUESTION_WORDS = 24
 SECONDS = 300  # after which a client gives up
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}  # fields of a request
 
@@ -35,12 +36,14 @@ class Reply:
     first_seconds: float = 0.0  # from the request to the first text, of a thought or an answer
     first_tokens: int = 0  # as the server counts them with the first text, if it does
     tokens: int = 0  # as the server counts them
+    prompt_tokens: int = 0
 
     def add(self, event: dict[str, Any], seconds: float) -> None:
         """Follow an event that came so many seconds after the request."""
         usage = event.get("usage")
         if usage:
             self.tokens = usage["completion_tokens"]
+            self.prompt_tokens = usage["prompt_tokens"]
         for choice in event.get("choices", ()):
             delta = choice.get("delta") or {}
             if not self.first_seconds and (delta.get("content") or delta.get("reasoning_content")):
@@ -68,9 +71,9 @@ class Load:
         return percentile(self.first_seconds, 0.95)
 
 
-def body(model: str, number: int, tokens: int, **fields: Any) -> bytes:
+def body(model: str, number: int, tokens: int, words: int = QUESTION_WORDS, **fields: Any) -> bytes:
     """Return the body of a greedy chat that streams, with a question that no other number has."""
-    question = " ".join(random.Random(number).choices(WORDS, k=24))
+    question = " ".join(random.Random(number).choices(WORDS, k=words))
     request = {
         "model": model,
         "messages": [{"role": "user", "content": question}],

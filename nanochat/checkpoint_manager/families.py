@@ -189,9 +189,9 @@ def on_meta(shape: Any, compute: Compute) -> Any:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give the parameters of a whole model on the meta device uninitialised memory on `device`.
+    """Give the tensors of a whole model on the meta device uninitialised memory on `device`.
 
-    The model must not be sharded and must have no buffers. Its own to_empty() does the same, but
+    The model must not be sharded. Its own to_empty() does the same, but
     torch computes the strides of a tensor on the meta device with sympy, whose import takes more
     than a second and 40 MB that stay.
     """
@@ -199,6 +199,8 @@ def allocate(model: nn.Module, device: torch.device) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             setattr(module, name, nn.Parameter(memory, parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
 
 
 def cast_matrices(model: nn.Module, dtype: torch.dtype) -> None:

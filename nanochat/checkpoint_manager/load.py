@@ -113,25 +113,37 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 
 
 def load_published(
-    folder: Path, adapter: Path | None, compute: Compute, dtype: torch.dtype | None = None
+    folder: Path,
+    adapter: Path | None,
+    compute: Compute,
+    dtype: torch.dtype | None = None,
+    bits: int = 16,
 ) -> Loaded:
     """Load a published model for inference, and return it with its tokenizer.
 
-    `folder` is one that published_folder() finds, and so is `adapter`, an adapter to merge. `dtype` is the number format of
-    matrices and tables, by default the compute dtype. Raises UserError if files are missing,
-    damaged, unsupported or do not fit each other.
+    `folder` is one that published_folder() finds, and so is `adapter`, an adapter to merge. `dtype`
+    is the number format of matrices and tables, by default the compute dtype. If `bits` is 4, the
+    matrices in layers are in NF4, and the adapter is not merged but added to their products. Raises
+    UserError if files are missing, damaged, unsupported or do not fit each other.
     """
-    from nanochat.checkpoint_manager.huggingface.adapter import SETTINGS, merge_adapter
+    from nanochat.checkpoint_manager.huggingface.adapter import (
+        SETTINGS,
+        attach_adapter,
+        merge_adapter,
+    )
     from nanochat.checkpoint_manager.huggingface.folders import model_name, published_folder
     from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
 
     folder = published_folder(folder)
-    model = load_qwen(folder, compute, dtype)
+    model = load_qwen(folder, compute, dtype, bits=bits)
     tag = model_name(folder)
     mark = folder_mark(folder)
     if adapter is not None:
         adapter = published_folder(adapter, SETTINGS)
-        merge_adapter(model, adapter, compute)
+        if bits == 16:
+            merge_adapter(model, adapter, compute)
+        else:
+            attach_adapter(model, adapter)
         tag = f"{tag} + {_adapter_name(adapter)}"
         mark = f"{mark} {sha256_of(adapter / ADAPTER)}"
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
@@ -190,12 +202,15 @@ def load_model(
     step: int | None,
     compute: Compute,
     dtype: torch.dtype | None = None,
+    bits: int = 16,
 ) -> Loaded:
     """Load the whole model of a checkpoint onto this rank's device, and return it in eval mode.
 
     If `stage` or `tag` is None, find() chooses it; if `step` is None, the newest undamaged step is
     loaded. `dtype` is the number format of matrices and tables, by default the compute dtype;
-    training asks for float32. Raises UserError if the checkpoint is missing or damaged.
+    training asks for float32. If `bits` is 4, the model is an adapter whose base is held in NF4.
+    Raises UserError if the checkpoint is missing or damaged, or (exit code 2) no adapter with
+    `bits` of 4.
     """
     found_stage, folder = find(stage, tag)
     step = _usable_step(found_stage, folder, step, compute)
@@ -204,7 +219,16 @@ def load_model(
     values = read_parameters(where)
     model: Any  # of any family
     if "base" in meta:
-        model = _load_base(meta, where, compute, dtype)
+        model = _load_base(meta, where, compute, dtype, bits)
+    elif bits != 16:
+        raise UserError(
+            tr(
+                "--weights nf4 is for published models and their adapters, and {where} is a whole "
+                "model that was trained here. Leave --weights out",
+                where=where,
+            ),
+            exit_code=2,
+        )
     else:
         model = build(meta, values, compute, str(where / "meta.json"))
     tokenizer = _matching_tokenizer(where, model.config.vocab_size, meta["tokenizer_hash"])
@@ -261,7 +285,11 @@ def _usable_step(stage: str, folder: Path, step: int | None, compute: Compute) -
 
 
 def _load_base(
-    meta: dict[str, Any], where: Path, compute: Compute, dtype: torch.dtype | None
+    meta: dict[str, Any],
+    where: Path,
+    compute: Compute,
+    dtype: torch.dtype | None,
+    bits: int,
 ) -> Any:
     """Load and return the published model that an adapter was trained on, with unfilled adapters.
 
@@ -272,8 +300,8 @@ def _load_base(
     from nanochat.models.lora import add_adapters
 
     base, lora = base_of_adapter(meta, where)
-    model = load_qwen(base, compute, dtype)
-    tell_base_bits(meta["base"].get(BASE_BITS, 16), where)
+    model = load_qwen(base, compute, dtype, bits=bits)
+    tell_base_bits(meta["base"].get(BASE_BITS, 16), model, where)
     add_adapters(model, lora)
     return model
 

@@ -92,7 +92,8 @@ class Config:
     lora_rank: int = 8
     """with --model or --finetune: rank of the adapter; with --model, 0 trains every parameter"""
     base_bits: Literal[16, 4] = 16
-    """with --model: bits of each weight below an adapter, as in training"""
+    """with --model: bits of each weight below an adapter, as in training;
+    with --finetune: 4 prints the table of cards of 16 and 32 GiB"""
     device_batch_size: int = 1
     """with --model: rows of a pass on one card"""
     max_length: int = 2048
@@ -287,7 +288,7 @@ def finetune_table(
     """
     default = Config()
     chosen = ("device_batch_size", "checkpoint_activations", "offload_activations", "shard")
-    for flag in (*chosen, "base_bits"):
+    for flag in chosen:
         if getattr(cfg, flag) != getattr(default, flag):
             raise UserError(
                 tr("--finetune chooses --{flag} itself: leave it out", flag=flag), exit_code=2
@@ -307,15 +308,11 @@ def finetune_table(
         folder = published_folder(cfg.model)
         models = {model_name(folder): read_config(folder, cfg.max_length)}
     rates, source = rates_for(chip, bench)
-    return recipes.table(
-        chip,
-        rates,
-        source,
-        cfg.tokens,
-        models,
-        LoraConfig(cfg.lora_rank),
-        [cfg.ranks] if cfg.ranks else recipes.CARDS,
-    )
+    lora = LoraConfig(cfg.lora_rank)
+    if cfg.base_bits == BITS:
+        return recipes.table_in_4_bits(chip, rates, source, cfg.tokens, models, lora)
+    cards = [cfg.ranks] if cfg.ranks else recipes.CARDS
+    return recipes.table(chip, rates, source, cfg.tokens, models, lora, cards)
 
 
 def hosts_of(cfg: Config, chip: Chip | None, bench: calibration.Bench | None) -> list[Cards]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from nanochat.common import read_json, tr, write_json
 from nanochat.models.lora import LoraConfig
+from nanochat.models.nf4 import BITS
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.planner.cards import Rates
 from nanochat.planner.forecast import Memory, Tuning, forecasts
@@ -25,6 +26,7 @@ from nanochat.train.fit.memory import SHARE
 
 PATH = Path(__file__).with_name("recipes.json")
 CARDS = (1, 2, 4, 8)
+SMALL_GIB = (16, 32)  # memory of the cards in the table for a base in 4 bits
 TOKENS = 10_000_000
 CONVERSATION = 500  # tokens that a conversation is assumed to have in the notes of the table
 # A run may take this many times the predicted hours; published_tuning.py has the runs of others.
@@ -69,12 +71,15 @@ def head() -> list[str]:
     ]
 
 
-def settings(shape: QwenConfig, lora: LoraConfig | None, ranks: int) -> Iterator[Tuning]:
+def settings(
+    shape: QwenConfig, lora: LoraConfig | None, ranks: int, bits: int = 16
+) -> Iterator[Tuning]:
     """Yield the settings to try for a model, in order: none, recomputing, then a sharded model.
 
-    All train whole rows, one in a pass, and learn the same.
+    All train whole rows, one in a pass, and learn the same. `bits` are those of a base below an
+    adapter.
     """
-    first = Tuning(shape, lora, several_passes=True, ranks=ranks)
+    first = Tuning(shape, lora, several_passes=True, ranks=ranks, base_bits=bits)
     recomputing = replace(first, checkpoint_activations=True)
     unsharded = (first, recomputing, replace(recomputing, offload_activations=True))
     yield from unsharded
@@ -86,6 +91,8 @@ def settings(shape: QwenConfig, lora: LoraConfig | None, ranks: int) -> Iterator
 def short_flags(tuning: Tuning) -> str:
     """Return the flags that fine-tuning needs beyond its defaults, which may be none."""
     flags = []
+    if tuning.base_bits == BITS:
+        flags.append(f"--base_bits={BITS}")
     if tuning.offload_activations:
         flags.append("--offload_activations")
     elif tuning.checkpoint_activations:
@@ -123,10 +130,11 @@ def default_tunings() -> dict[str, Tuning]:
     """Return the settings of all forecasts that the default table may need, by their keys."""
     tunings = {}
     for name, shape in MODELS.items():
+        choices = list(settings(shape, LoraConfig(), 1, BITS))
         for lora in (LoraConfig(), None):
             for ranks in CARDS:
-                for tuning in settings(shape, lora, ranks):
-                    tunings[key_of(name, tuning)] = tuning
+                choices += settings(shape, lora, ranks)
+        tunings |= {key_of(name, tuning): tuning for tuning in choices}
     return tunings
 
 
@@ -185,9 +193,10 @@ class Planner:
         shape: QwenConfig,
         lora: LoraConfig | None,
         ranks: int,
+        bits: int = 16,
     ) -> Recipe | None:
         """Return the recipe of the first settings that fit, or None if none fit."""
-        for tuning in settings(shape, lora, ranks):
+        for tuning in settings(shape, lora, ranks, bits):
             memory = self.memory_of(name, tuning)
             if memory.peak <= self.budget:
                 return Recipe(tuning, memory, *self.hours(tuning, memory))
@@ -249,6 +258,22 @@ def least_cards(recipes: Sequence[Recipe | None]) -> int | None:
     return min((recipe.tuning.ranks for recipe in recipes if recipe), default=None)
 
 
+def memories() -> Callable[[str, Tuning], Memory]:
+    """Return a function that gives the memory of a model's settings.
+
+    Memory that recipes.json does not have is forecast now.
+    """
+    shipped = read()
+
+    def memory_of(name: str, tuning: Tuning) -> Memory:
+        key = key_of(name, tuning)
+        if key in shipped and MODELS.get(name) == tuning.shape:
+            return shipped[key]
+        return announced_forecast(tuning)
+
+    return memory_of
+
+
 def table(
     chip: Chip,
     rates: Rates | None,
@@ -261,29 +286,56 @@ def table(
     """Return the table for one kind of card, with notes, in Markdown.
 
     `rates` are the card's, or None if they are unknown, and `source` says where they come from.
-    Memory that recipes.json does not have is forecast now. Raises UserError if the card cannot
-    train.
+    Raises UserError if the card cannot train.
     """
     check_trains(chip)
-    memories = read()
-
-    def memory_of(name: str, tuning: Tuning) -> Memory:
-        key = key_of(name, tuning)
-        if key in memories and MODELS.get(name) == tuning.shape:
-            return memories[key]
-        return announced_forecast(tuning)
-
-    planner = Planner(chip, rates, tokens, memory_of)
+    planner = Planner(chip, rates, tokens, memories())
     rows = []
     for name, shape in models.items():
         rows += of_model(planner, name, shape, lora, cards)
-    notes = (
-        tr(
-            "{chip} of {memory:.0f} GiB. Add --loss=dpo for preferences, and --lora_rank=0 to "
-            "train all parameters.",
-            chip=chip.name,
-            memory=chip.memory_gib,
-        ),
+    first = tr(
+        "{chip} of {memory:.0f} GiB. Add --loss=dpo for preferences, and --lora_rank=0 to "
+        "train all parameters.",
+        chip=chip.name,
+        memory=chip.memory_gib,
+    )
+    notes = (first, *_notes(models, tokens, source))
+    return "\n".join([markdown(head(), rows), "", *notes])
+
+
+def table_in_4_bits(
+    chip: Chip,
+    rates: Rates | None,
+    source: str,
+    tokens: int,
+    models: Mapping[str, QwenConfig],
+    lora: LoraConfig,
+) -> str:
+    """Return the table of adapters on bases in 4 bits, on one card of 16 and of 32 GiB.
+
+    The times are those of the card of table(), as if it had as much memory. Raises UserError if
+    that card cannot train.
+    """
+    check_trains(chip)
+    memory_of = memories()
+    rows = []
+    for name, shape in models.items():
+        for gib in SMALL_GIB:
+            planner = Planner(chip._replace(memory_gib=gib), rates, tokens, memory_of)
+            recipe = planner.recipe(name, shape, lora, 1, BITS)
+            rows.append([name, f"{gib} GiB", *cells(recipe, tr("nor do more here"))])
+    columns = [tr("model"), tr("memory of the card"), *head()[2:6]]
+    first = tr(
+        "One card as fast as a {chip}, with the base in 4 bits. Add --loss=dpo for preferences.",
+        chip=chip.name,
+    )
+    notes = (first, *_notes(models, tokens, source))
+    return "\n".join([markdown(columns, rows), "", *notes])
+
+
+def _notes(models: Mapping[str, QwenConfig], tokens: int, source: str) -> Sequence[str]:
+    """Return the notes below a table on its forecasts of memory and time."""
+    return (
         tr(
             "GiB a card: forecast for passes of one row of {length:,} tokens; a run takes as many "
             "rows as fit.",
@@ -305,7 +357,6 @@ def table(
             source=source,
         ),
     )
-    return "\n".join([markdown(head(), rows), "", *notes])
 
 
 def default_models(sequence_len: int) -> dict[str, QwenConfig]:

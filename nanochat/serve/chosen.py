@@ -59,9 +59,10 @@ class ModelFlags:
     """Folder of a published Qwen or Llama model to chat with instead: config.json,
     tokenizer.json and safetensors files.
     Or OWNER/NAME, if hf or modelscope has downloaded that model."""
-    weights: Literal["auto", "int8"] = "auto"
-    """Number format of the matrices on a CPU. auto: that of the model, without a loss.
-    int8: half the memory of bf16. Not for our own GPT; replies change a little."""
+    weights: Literal["auto", "int8", "nf4"] = "auto"
+    """Number format of the matrices. auto: that of the model, without a loss.
+    int8: half the memory of bf16, on a CPU. Not for our own GPT; replies change a little.
+    nf4: 4 bits below an adapter, as finetune --base_bits=4 trained it. Little memory, but slow."""
     graphs: bool | None = None
     """Replay every decoding step as one captured launch, on an NPU or a GPU. Default: on GPUs.
     An NPU needs TASK_QUEUE_ENABLE=1."""
@@ -104,6 +105,7 @@ def choose(
         compute = replace(compute, dtype=DTYPES[dtype], dtype_reason="--dtype")
     captures = graphs.for_replies(flags.graphs, compute)
     names_trained = bool(flags.source or flags.model_tag or flags.step)
+    bits = 4 if flags.weights == "nf4" else 16
     if flags.model is None and adapter is not None:
         raise adapter_without_base()
     if flags.model is not None and names_trained:
@@ -115,7 +117,7 @@ def choose(
             2,
         )
     if flags.model is not None:
-        loaded = load_published(flags.model, adapter, compute)
+        loaded = load_published(flags.model, adapter, compute, bits=bits)
         other_models: list[str] = []
         latest = state = passed = ""
     else:
@@ -123,7 +125,7 @@ def choose(
         newest = models[0]
         last = max(models, key=lambda model: model.saved_at)
         passed = "" if last == newest or names_trained else last.flags
-        loaded = load_model(newest.stage, newest.tag, flags.step, compute)
+        loaded = load_model(newest.stage, newest.tag, flags.step, compute, bits=bits)
         other_models = newest.alternatives()
         latest = "" if names_trained or newest.unfinished else newest.saved
         state = newest.state
@@ -137,7 +139,7 @@ def choose(
                 exit_code=2,
             )
         captures = None
-    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+    parameters = loaded.model.parameter_counts()["total"]
     _lay_out(flags, loaded, compute)
     return Chosen(
         loaded,
@@ -158,8 +160,8 @@ def _lay_out(
 ) -> None:
     """Store the model's matrices in the format of --weights, laid out for the device.
 
-    Raises UserError (exit code 2) if the flags ask for 8-bit matrices, but these are unsupported or
-    no faster here.
+    Matrices in 4 bits were loaded as such. Raises UserError (exit code 2) if the flags ask for 8-bit
+    matrices, but these are unsupported or no faster here.
     """
     if flags.weights == "int8":
         reason = _no_int8(loaded, compute)

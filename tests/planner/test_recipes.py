@@ -90,7 +90,7 @@ def test_writing_forecasts_every_setting_once(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(recipes, "CARDS", (1,))
     recipes.write(tmp_path / "recipes.json")
     memories = recipes.read(tmp_path / "recipes.json")
-    assert len(memories) == 6 and all(memory.peak > memory.state > 0 for memory in memories.values())
+    assert len(memories) == 9 and all(memory.peak > memory.state > 0 for memory in memories.values())
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -122,6 +122,16 @@ def test_the_default_table_has_a_row_for_every_model_and_number_of_cards(capsys:
     assert table["Qwen3-0.6B", "1"][2] == "none"
     assert table["Qwen3-32B", "1"][2:6] == ["does not fit; 2 cards do", "-", "-", "-"]
     assert "--shard=full" in table["Qwen3-32B", "2"][2]
+
+
+def test_bases_in_4_bits_have_a_row_for_every_model_and_small_card(capsys: pytest.CaptureFixture[str]) -> None:
+    head, _, *rows = rows_of(capsys, chip="910B4", base_bits=4)
+    assert [row[:2] for row in rows] == [[model, f"{gib} GiB"] for model in MODELS for gib in (16, 32)]
+    table = {(row[0], row[1]): row for row in rows}
+    for model, memory in (("Qwen2.5-7B", "16 GiB"), ("Qwen3-32B", "32 GiB")):
+        row = table[model, memory]
+        assert "--base_bits=4" in row[2] and float(row[3]) < SHARE * int(memory.split()[0]) and len(row) == len(head)
+    assert table["Qwen3-32B", "16 GiB"][3:] == ["-", "-", "-"]
 
 
 def test_cards_and_tokens_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,6 +203,8 @@ def test_the_documents_show_the_tables_as_they_are(
     for chip in ("910B3", "910B4"):
         for row in rows_of(capsys, chip=chip):
             assert " | ".join(row) in text, (chip, row)
+    for row in rows_of(capsys, chip="910B4", base_bits=4):
+        assert " | ".join(row) in text, row
 
 
 # --- the hours -----------------------------------------------------------------------------------

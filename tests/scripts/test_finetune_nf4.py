@@ -14,7 +14,10 @@ from nanochat.checkpoint_manager.load import load_model
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError
 from nanochat.device import Compute
+from nanochat.models.nf4 import nf4_matrices
+from nanochat.models.qwen.model import Qwen
 from nanochat.runtime.tracking import read_metrics
+from nanochat.serve.chosen import ModelFlags, choose, load_adapters
 from scripts import finetune
 from tests.scripts.test_finetune import base as base  # a fixture: the folder of all runs
 from tests.scripts.test_finetune import config, losses
@@ -48,12 +51,31 @@ def test_an_adapter_learns_on_4_bits_and_a_stopped_run_ends_with_the_same_bits(
     meta = json.loads((adapter_file(12).parent / "meta.json").read_text())
     assert meta["base"]["bits"] == 4
     capsys.readouterr()
-    load_model("tune", "made", None, on_cpu())
+    published = load_model("tune", "made", None, on_cpu())
     assert capsys.readouterr().out.count(ON_THE_PUBLISHED_BASE) == 1
+    served_as_trained(models / "qwen3", adapter_file(12).parent, published.model)
+    assert ON_THE_PUBLISHED_BASE not in capsys.readouterr().out
     read_adapter(load_qwen(models / "qwen3", on_cpu()), adapter_file(12).parent)
     assert capsys.readouterr().out.count(ON_THE_PUBLISHED_BASE) == 1
     with pytest.raises(UserError, match="another base"):
         read_adapter(load_qwen(models / "llama3", on_cpu()), adapter_file(12).parent)
+
+
+def served_as_trained(base: Path, adapter: Path, published: Qwen) -> None:
+    """With --weights nf4, the adapter alone and among others has the logits of the run that trained it."""
+    tokens, on_4_bits = torch.arange(12)[None], ModelFlags(model=base, weights="nf4")
+    run = choose(ModelFlags(source="tune", model_tag="made", weights="nf4"), "float32", on_cpu()).loaded.model
+    alone = choose(on_4_bits, "float32", on_cpu(), adapter).loaded.model
+    first = choose(on_4_bits, "float32", on_cpu())
+    among = load_adapters(first, {"mine": adapter}, on_cpu())
+    assert among is not None and nf4_matrices(run) and nf4_matrices(alone)
+    with torch.no_grad():
+        expected = run(tokens)
+        for other in (first.loaded.model, published):
+            assert (other(tokens) - expected).abs().max() > 1e-2
+        torch.testing.assert_close(alone(tokens), expected, rtol=1e-5, atol=1e-5)
+        with among.rows([0]):
+            torch.testing.assert_close(first.loaded.model(tokens), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_4_bits_below_no_adapter_are_refused(models: Path) -> None:
@@ -64,6 +86,8 @@ def test_4_bits_below_no_adapter_are_refused(models: Path) -> None:
 def test_experts_in_4_bits_are_refused(models: Path, base: Path) -> None:
     with pytest.raises(UserError, match="cannot hold the experts of qwen3-moe"):
         finetune.train(config(models, "qwen3-moe", base_bits=4), on_cpu())
+    with pytest.raises(UserError, match="cannot hold the experts of qwen3-moe"):
+        choose(ModelFlags(model=models / "qwen3-moe", weights="nf4"), "float32", on_cpu())
 
 
 def a_run(compute: Compute, models: Path, flags: dict[str, Any]) -> None:

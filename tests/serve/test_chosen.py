@@ -242,9 +242,11 @@ def test_int8_is_for_qwen_on_a_cpu_with_products_for_it(
         with pytest.raises(UserError, match="faster only where a CPU"):
             choose(flags, "float32", on_cpu())
     tiny_checkpoint("sft", 10)
-    with pytest.raises(UserError, match=r"no Qwen or Llama model.*Leave --weights out") as caught:
-        choose(ModelFlags(weights="int8"), "bfloat16", on_cpu())
-    assert caught.value.exit_code == 2
+    refusals: dict[Any, str] = {"int8": "no Qwen or Llama model", "nf4": "whole model that was trained here"}
+    for weights, said in refusals.items():
+        with pytest.raises(UserError, match=f"{said}.*Leave --weights out") as caught:
+            choose(ModelFlags(weights=weights), "bfloat16", on_cpu())
+        assert caught.value.exit_code == 2
 
 
 def test_drafts_come_from_the_chat_or_from_a_model_of_the_same_tokenizer(folder: Path, base_folder: Path) -> None:

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -26,6 +26,7 @@ from nanochat.models.lora import (
     STACKS,
     Adapter,
     LoraConfig,
+    LowRank,
     adapts_experts,
     delta,
     matches,
@@ -75,16 +76,18 @@ def facts(model: nn.Module) -> dict[str, str]:
     return metadata
 
 
-def tell_base_bits(bits: int, folder: Path) -> None:
+def tell_base_bits(bits: int, model: nn.Module, folder: Path) -> None:
     """Log that the adapter in a folder runs on a base of another number format than in training.
 
-    `bits` are those that the base had in training; nothing is logged unless they are 4.
+    `bits` are those that the base had in training, and `model` is the base that it runs on. Nothing
+    is logged unless they are 4 and the model is in 16 or 32 bits.
     """
-    if bits == BITS:
+    if bits == BITS and not nf4_matrices(model):
         log(
             tr(
                 "the adapter in {folder} was trained on its base in 4 bits, and runs here on "
-                "the base as it was published",
+                "the base as it was published. chat_cli and chat_web run it as it was trained "
+                "with --weights nf4",
                 folder=folder,
             )
         )
@@ -211,7 +214,7 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
                 exit_code=2,
             )
     if metadata.get(BASE_BITS_FACT) == str(BITS):
-        tell_base_bits(BITS, folder)
+        tell_base_bits(BITS, model, folder)
     configs = {
         module: settings.config_of(stack_of(module) or module)
         for module in _adapted_modules(tensors)
@@ -351,6 +354,34 @@ def _factor_shapes(
     if settings.dora:
         shapes["lora_magnitude_vector"] = (magnitudes,)
     return {f"{module}.{name}": shape for name, shape in shapes.items()}
+
+
+# --- adding to a model ---------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def attach_adapter(model: Qwen, folder: Path) -> None:
+    """Add the adapter in a folder to the products of an unsharded model, which keeps its weights.
+
+    A base in 4 bits cannot take up the values of an adapter, as merge_adapter() lets it. Raises
+    UserError as read_adapter() does, and (exit code 2) if the adapter can only be merged.
+    """
+    adapter = read_adapter(model, folder)
+    part = part_to_merge(adapter)
+    if part:
+        raise UserError(
+            tr(
+                "the adapter in {folder} has {part}, and beside a base in 4 bits an adapter adds "
+                "only low-rank products to the matrices inside layers. Leave --weights out",
+                folder=folder,
+                part=part,
+            ),
+            exit_code=2,
+        )
+    for name in adapter.configs:
+        low_rank = LowRank(cast(Linear, model.get_submodule(name)), adapter.config_of(name))
+        low_rank.first.weight.copy_(adapter.values[f"{name}.lora_A.weight"])
+        low_rank.second.weight.copy_(adapter.values[f"{name}.lora_B.weight"])
 
 
 # --- merging -------------------------------------------------------------------------------------

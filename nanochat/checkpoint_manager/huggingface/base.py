@@ -13,10 +13,9 @@ from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.huggingface.folders import published_folder
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_weights, qwen_on_meta
-from nanochat.common import UserError, tr
 from nanochat.device import Compute
 from nanochat.models.lora import LoraConfig, add_adapters, first_values
-from nanochat.models.nf4 import BITS, hold_in_nf4, nf4_entries
+from nanochat.models.nf4 import nf4_entries
 from nanochat.models.qwen.model import Qwen
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
@@ -82,15 +81,6 @@ def open_base(
     """
     folder = published_folder(folder)
     config = read_config(folder)
-    if bits == BITS and "E" in config.mlps:
-        raise UserError(
-            tr(
-                "--base_bits=4 cannot hold the experts of {name}, where most of its weights are. "
-                "Leave the flag out, and share the model among devices with --shard=full",
-                name=folder.name,
-            ),
-            2,
-        )
     tokenizer = FolderTokenizer(folder, config.vocab_size)
     model = _on_meta(folder, sequence_len, lora, bits, compute)
     about: dict[str, Any] = {"model": asdict(config)}
@@ -112,9 +102,7 @@ def _on_meta(
     compute: Compute,
 ) -> Qwen:
     dtype = device.MASTER if lora is None else compute.dtype
-    model = qwen_on_meta(folder, compute, dtype, sequence_len)
+    model = qwen_on_meta(folder, compute, dtype, sequence_len, bits)
     if lora is not None:
         add_adapters(model, lora)
-        if bits == BITS:
-            hold_in_nf4(model, compute.dtype)
     return model

@@ -25,7 +25,7 @@ from nanochat.checkpoint_manager.parts.index import INDEX
 from nanochat.common import UserError, log, read_json, tr
 from nanochat.device import Compute, local
 from nanochat.linear import matrix_shapes
-from nanochat.models.nf4 import nf4_matrices
+from nanochat.models.nf4 import BITS, hold_in_nf4, nf4_matrices
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms.base import dtype_name
 from nanochat.runtime import parallel
@@ -349,16 +349,35 @@ def load_weights(model: Qwen, folder: Path) -> None:
 
 
 def qwen_on_meta(
-    folder: Path, compute: Compute, dtype: torch.dtype, sequence_len: int | None = None
+    folder: Path,
+    compute: Compute,
+    dtype: torch.dtype,
+    sequence_len: int | None = None,
+    bits: int = 16,
 ) -> Qwen:
     """Return a published model on the meta device, with matrices and tables in `dtype`.
 
-    Raises UserError if files are missing, damaged or do not fit each other.
+    If `bits` is 4, the matrices in layers are in NF4, and are multiplied in the compute dtype.
+    Raises UserError if files are missing, damaged or do not fit each other, or (exit code 2) if a
+    model with experts is to be held in 4 bits.
     """
-    model = on_meta(read_config(folder, sequence_len), compute)
+    config = read_config(folder, sequence_len)
+    if bits == BITS and "E" in config.mlps:
+        raise UserError(
+            tr(
+                "4 bits (--base_bits=4, --weights nf4) cannot hold the experts of {name}, where "
+                "most of its weights are. Leave the flag out; finetune can share the model among "
+                "devices with --shard=full",
+                name=folder.name,
+            ),
+            exit_code=2,
+        )
+    model = on_meta(config, compute)
     with open_weights(folder, model):
         pass
     cast_matrices(model, dtype)
+    if bits == BITS:
+        hold_in_nf4(model, compute.dtype)
     return model
 
 
@@ -367,14 +386,15 @@ def load_qwen(
     compute: Compute,
     dtype: torch.dtype | None = None,
     sequence_len: int | None = None,
+    bits: int = 16,
 ) -> Qwen:
     """Load a whole published model onto this rank's device, and return it in eval mode.
 
     `dtype` is the number format of matrices and tables, by default the compute dtype; full
-    fine-tuning asks for float32. To load a sharded model, call qwen_on_meta(), parallel.shard(),
-    to_empty() and load_weights() instead.
+    fine-tuning asks for float32. If `bits` is 4, the matrices in layers are in NF4. To load a
+    sharded model, call qwen_on_meta(), parallel.shard(), to_empty() and load_weights() instead.
     """
-    model = qwen_on_meta(folder, compute, dtype or compute.dtype, sequence_len)
+    model = qwen_on_meta(folder, compute, dtype or compute.dtype, sequence_len, bits)
     allocate(model, compute.device)
     load_weights(model, folder)
     return model.eval()
