@@ -102,7 +102,7 @@ def ask(port: int, chat: bytes, clock: Callable[[], float] = time.perf_counter) 
             content = line.removeprefix(b"data:").strip()
             if line.startswith(b"data:") and content != b"[DONE]":
                 reply.add(json.loads(content), clock() - start)
-    if not reply.tokens:
+    if not reply.prompt_tokens:  # a reply may be empty, but no prompt is
         raise UserError("a server ended a reply without its usage, so its tokens cannot be counted")
     return reply
 
