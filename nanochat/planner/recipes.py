@@ -180,12 +180,13 @@ class Planner:
         rates: Rates | None,
         tokens: int,
         memory_of: Callable[[str, Tuning], Memory],
+        memory_gib: float | None = None,  # of a card that is as fast; None: that of the chip
     ):
         self.chip = chip
         self.rates = rates
         self.tokens = tokens
         self.memory_of = memory_of
-        self.budget = SHARE * chip.memory_gib * 2**30
+        self.budget = SHARE * (memory_gib or chip.memory_gib) * 2**30
 
     def recipe(
         self,
@@ -321,9 +322,10 @@ def table_in_4_bits(
     rows = []
     for name, shape in models.items():
         for gib in SMALL_GIB:
-            planner = Planner(chip._replace(memory_gib=gib), rates, tokens, memory_of)
+            planner = Planner(chip, rates, tokens, memory_of, gib)
             recipe = planner.recipe(name, shape, lora, 1, BITS)
-            rows.append([name, f"{gib} GiB", *cells(recipe, tr("nor do more here"))])
+            row = cells(recipe, "") if recipe else [tr("does not fit"), "-", "-", "-"]
+            rows.append([name, f"{gib} GiB", *row])
     columns = [tr("model"), tr("memory of the card"), *head()[2:6]]
     first = tr(
         "One card as fast as a {chip}, with the base in 4 bits. Add --loss=dpo for preferences.",
