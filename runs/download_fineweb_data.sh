@@ -7,6 +7,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
+case ${1:-} in -h | --help) show_help ;; esac
 
 shards=${1:-200}
 set -- # setup_ascend.sh must not see this argument

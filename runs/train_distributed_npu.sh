@@ -8,6 +8,7 @@ set -euo pipefail
 typed_in=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
+case ${1:-} in -h | --help) show_help ;; esac
 
 if [[ ${1:-} =~ ^[0-9]+$ ]]; then
     export NPROC_PER_NODE=$1

@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
+case ${1:-} in -h | --help) show_help ;; esac
 
 flags=("$@")
 set -- # setup_ascend.sh must not see these flags

@@ -74,6 +74,17 @@ def test_the_fineweb_scripts_launch_stages_with_flags_that_exist(clone: Clone) -
     assert len(set(trained)) == 1, "the quick test must not replace the tokenizer of a model in training"
 
 
+@pytest.mark.parametrize(
+    "script",
+    ["download_fineweb_data.sh", "quick_fineweb_test.sh", "train_with_fineweb.sh", "train_distributed_npu.sh"],
+)
+def test_help_is_shown_before_the_host_is_looked_at(clone: Clone, script: str) -> None:
+    code, lines, errors = clone.run(script, "--help")
+    assert code == 0, errors
+    assert f"  bash runs/{script}" in "\n".join(lines) and "setup" not in errors
+    assert [line for line in lines if line.startswith("python")] == []
+
+
 def test_the_quick_test_takes_flags_and_a_mirror_with_few_shards(clone: Clone) -> None:
     code, lines, errors = clone.run("quick_fineweb_test.sh", "--shards", "1", "--num_iterations=20")
     assert code == 0, errors

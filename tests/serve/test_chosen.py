@@ -114,7 +114,7 @@ def test_caches_are_planned_by_the_free_memory_or_refused_with_the_flags_that_fi
     ("flags", "said"),
     [
         (ModelFlags(source="sft", model=Path("a")), "give either"),
-        (ModelFlags(model=Path("/nowhere")), "has no config.json"),
+        (ModelFlags(model=Path("/nowhere")), "/nowhere does not exist"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(flags: ModelFlags, said: str) -> None:
@@ -148,7 +148,7 @@ def test_further_models_are_folders_and_steps(folder: Path, base_folder: Path) -
         ("sft/d4/last", "--also must be"),
         ("=folder", "--also must be"),
         ("sft/d4", "no"),
-        ("mine=/nowhere", "has no config.json"),
+        ("mine=/nowhere", "/nowhere does not exist"),
     ],
 )
 def test_a_further_model_that_is_not_there_is_refused(base_folder: Path, words: str, said: str) -> None:

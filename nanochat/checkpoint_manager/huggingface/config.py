@@ -85,6 +85,15 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
             ),
             2,
         )
+    if not folder.exists():
+        raise UserError(
+            tr(
+                "{folder} does not exist, and a model is a folder that holds config.json. Check the "
+                "path, or name OWNER/NAME of a model that hf or modelscope has downloaded",
+                folder=folder,
+            ),
+            2,
+        )
     if not path.is_file():
         raise UserError(
             tr(
