@@ -68,7 +68,8 @@ def test_the_first_text_may_be_a_thought_and_is_timed_by_the_clock_that_is_given
     reply.add({"choices": [{"delta": {"content": ""}}]}, 1.0)
     for seconds, tokens in ((2.0, 3), (4.0, 5)):
         delta = {"reasoning_content": "hm"}
-        reply.add({"choices": [{"delta": delta}], "usage": {"completion_tokens": tokens}}, seconds)
+        usage = {"completion_tokens": tokens, "prompt_tokens": 9}
+        reply.add({"choices": [{"delta": delta}], "usage": usage}, seconds)
     assert (reply.first_seconds, reply.first_tokens, reply.tokens) == (2.0, 3, 5)
     server = Server("x", 1, os.getpid(), "model")
     assert server.cpu_clock() == pytest.approx(time.process_time(), abs=0.1)
