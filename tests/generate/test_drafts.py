@@ -87,7 +87,8 @@ def followed(prompt: list[int], reply: Completion) -> list[int]:
 
 # Every pair of values, with either model.
 @pytest.mark.parametrize(
-    ("slots", "right", "pad"), [(1, 0.0, False), (4, 0.0, True), (1, 0.7, True), (4, 1.0, False), (1, 1.0, True)]
+    ("slots", "right", "pad"),
+    [(1, 0.0, False), (4, 0.0, True), (1, 0.7, True), (4, 0.7, False), (4, 1.0, False), (1, 1.0, True)],
 )
 def test_replies_are_those_without_drafts(without_drafts, monkeypatch, slots, right, pad):
     monkeypatch.setattr(drafts, "MOST_TOKENS", 16)
