@@ -43,7 +43,7 @@ class Reply:
         usage = event.get("usage")
         if usage:
             self.tokens = usage["completion_tokens"]
-            self.prompt_tokens = usage["prompt_tokens"]
+            self.prompt_tokens = usage.get("prompt_tokens", 0)
         for choice in event.get("choices", ()):
             delta = choice.get("delta") or {}
             if not self.first_seconds and (delta.get("content") or delta.get("reasoning_content")):

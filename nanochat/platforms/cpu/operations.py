@@ -22,7 +22,7 @@ from nanochat.platforms.cpu import gradients
 from nanochat.platforms.cpu.decoding import by_products, one_query
 from nanochat.platforms.cpu.gradients import Product8, Trained
 from nanochat.platforms.cpu.kernels import EPSILON, SUFFIXES, Kernels, kernels
-from nanochat.platforms.cpu.panels import Panels
+from nanochat.platforms.cpu.panels import MEASURED, Panels, serve_here
 from nanochat.platforms.cpu.stored import Packed, store, store_int8
 from nanochat.platforms.cpu.training import training
 from nanochat.platforms.operations import Matrices, Operations, multiplied
@@ -31,7 +31,6 @@ from nanochat.platforms.operations import Matrices, Operations, multiplied
 # first number, and if all keys have at most the second number of elements.
 DECODED_KEYS = 256
 DECODED_NUMBERS = 1 << 24
-MEASURED = {"avx512f", "avx2"}  # features of processors on which kernels beat torch's compiler
 LOGIT_ROWS = 256  # with fewer, rounding the head to 8 bits takes longer than it saves
 MANY_QUERIES = 9  # queries in a row from which attend_many() is used; fewer are computed one by one
 
@@ -170,8 +169,8 @@ class CpuOperations(Operations):
             settle = getattr(module, "settle", None)
             if settle is not None:
                 settle()
-        is_fp32 = getattr(model, "dtype", None) == torch.float32
-        if is_fp32 and self._kernels is not None and MEASURED & host.cpu_flags():
+        dtype = getattr(model, "dtype", None)
+        if dtype is not None and self._kernels is not None and serve_here(dtype):
             panels = functools.partial(Panels, self._kernels)
             store(model, panels, torch.float32)
             store_int8(model, panels)

@@ -9,7 +9,18 @@ two bytes, and each product widens them in registers, so that nothing is lost an
 import torch
 from torch import Tensor
 
+from nanochat.platforms import host
 from nanochat.platforms.cpu.kernels import PANEL, Kernels
+
+MEASURED = {"avx512f", "avx2"}  # features of processors on which kernels beat torch's own operators
+
+
+def serve_here(dtype: torch.dtype) -> bool:
+    """Return whether panels are faster here for a model that computes in `dtype`.
+
+    The C++ kernels are needed too.
+    """
+    return dtype == torch.float32 and bool(MEASURED & host.cpu_flags())
 
 
 class Panels:

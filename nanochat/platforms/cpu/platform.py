@@ -7,6 +7,7 @@ from nanochat.platforms import host
 from nanochat.platforms.base import requested_kernels
 from nanochat.platforms.cpu import int8
 from nanochat.platforms.cpu.operations import CpuOperations
+from nanochat.platforms.cpu.panels import serve_here
 from nanochat.platforms.operations import KernelChoice, Matmul, Operations
 from nanochat.platforms.plain import Host
 
@@ -43,8 +44,8 @@ class Cpu(Host):
 
     def int8_missing(self, dtype: torch.dtype) -> str:
         """Return "" also if `dtype` is fp32 and C++ kernels multiply by 8-bit numbers here."""
-        multiplies_panels = "avx2" in host.cpu_flags() and host.compiler() is not None
-        if dtype == torch.float32 and multiplies_panels and requested_kernels("auto") != "plain":
+        has_kernels = host.compiler() is not None and requested_kernels("auto") != "plain"
+        if has_kernels and serve_here(dtype):
             return ""
         return super().int8_missing(dtype)
 
