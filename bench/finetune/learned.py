@@ -26,6 +26,7 @@ from bench import tables
 from bench.finetune import facts
 from bench.processes import ROOT, check_at_least, environment
 from nanochat.checkpoint_manager.load import Loaded, load_model, load_published
+from nanochat.checkpoint_manager.locate import trained
 from nanochat.common import UserError, base_dir, log, read_json, run, write_json
 from nanochat.data.conversation import Conversation, user
 from nanochat.device import Compute, compute_init
@@ -138,7 +139,11 @@ def tag_of(cfg: Config, kind: str) -> str:
 
 
 def train(cfg: Config, kind: str, seed: int, folder: Path) -> tuple[float, float]:
-    """Fine-tune in a process of its own; returns its CPU seconds and its peak memory in GB."""
+    """Fine-tune in a process of its own; returns its CPU seconds and its peak memory in GB.
+
+    A run that was stopped is resumed, and the CPU seconds of all its processes count. Raises
+    UserError if it is stopped again, or fails.
+    """
     tag = tag_of(cfg, kind)
     known = facts.facts(kind, seed)
     records = facts.preferences(known) if cfg.loss == "dpo" else facts.conversations(known)
@@ -157,12 +162,24 @@ def train(cfg: Config, kind: str, seed: int, folder: Path) -> tuple[float, float
         process = subprocess.Popen(command, env=variables, cwd=ROOT, stdout=output, stderr=output)
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
+    usage_path = folder / f"{tag}.usage.json"
+    earlier = read_json(usage_path) if usage_path.exists() else {"cpu_seconds": 0.0, "peak_gb": 0.0}
+    seconds = earlier["cpu_seconds"] + usage.ru_utime + usage.ru_stime
+    peak_gb = max(earlier["peak_gb"], usage.ru_maxrss / 2**20)
+    write_json(usage_path, {"cpu_seconds": seconds, "peak_gb": peak_gb})
     if process.returncode:
         raise UserError(
             f"scripts.finetune ended with code {process.returncode}; {output_path} says why. "
             "Type the same command to resume"
         )
-    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20
+    with base_folder(folder):
+        (model,) = trained("tune", tag)
+    if model.unfinished:
+        raise UserError(
+            f"scripts.finetune was stopped at step {model.step} of {model.steps}. Type the same "
+            "command to resume"
+        )
+    return seconds, peak_gb
 
 
 @contextlib.contextmanager
@@ -190,7 +207,12 @@ def learn(cfg: Config, kind: str, seed: int, compute: Compute) -> Learned:
         return Learned(**saved)
     folder.mkdir(parents=True, exist_ok=True)
     questions = facts.held_out(facts.facts(kind, seed), seed)
-    before = measure(load_published(cfg.model, None, compute), questions, compute)
+    before_path = folder / f"{kind}-before.json"  # the same for adapters, all parameters and DPO
+    if before_path.exists():
+        before = Measured(**read_json(before_path))
+    else:
+        before = measure(load_published(cfg.model, None, compute), questions, compute)
+        write_json(before_path, asdict(before))
     seconds, peak_gb = train(cfg, kind, seed, folder)
     with base_folder(folder):
         loaded = load_model("tune", tag, None, compute)
