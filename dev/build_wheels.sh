@@ -2,10 +2,11 @@
 # Builds what a release consists of. Run `bash dev/build_wheels.sh [FOLDER]`; the folder is dist by default.
 #
 #   nanochat_ascend-*.whl     the packages nanochat, scripts and tasks, for every platform
-#   rustbpe-*-abi3-*.whl      rustbpe for this machine's architecture, and every Python from 3.10 on
-#   rustbpe-*.tar.gz          rustbpe's source, from which pip builds a wheel where there is none for the architecture
+#   rustbpe-*-abi3-*.whl      rustbpe for x86-64 and for aarch64, which many Ascend servers are, and every Python from 3.10 on
+#   rustbpe-*.tar.gz          rustbpe's source, from which pip builds a wheel for other architectures
 #
-# It needs cargo, and the packages of the group `build` in the Python that `python` names. nanochat is built in a copy of
+# It needs cargo, and the packages of the group `build` in the Python that `python` names. A wheel for the other
+# architecture also needs Rust's standard library for it and zig as its linker. nanochat is built in a copy of
 # the tree without files that git ignores, so that nothing left over from earlier builds gets into its wheel.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -20,6 +21,17 @@ git ls-files -z --cached --others --exclude-standard -- pyproject.toml LICENSE R
 python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$folder" "$copy"
 
 rust=(--manifest-path rustbpe/Cargo.toml --out "$folder")
-python -m maturin build --release --locked --features abi3 "${rust[@]}"
+for machine in x86_64 aarch64; do
+    target=$machine-unknown-linux-gnu
+    flags=(--release --locked --features abi3 --target "$target")
+    if [ "$machine" != "$(uname -m)" ]; then
+        if ! python -m ziglang version >/dev/null 2>&1 || ! rustup target list --installed | grep -qx "$target"; then
+            echo "left out: the wheel for $machine; first run: rustup target add $target && python -m pip install ziglang"
+            continue
+        fi
+        flags+=(--zig)
+    fi
+    python -m maturin build "${flags[@]}" "${rust[@]}"
+done
 python -m maturin sdist "${rust[@]}"
 ls -l "$folder"
