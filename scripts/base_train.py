@@ -199,9 +199,8 @@ def train(cfg: Config, compute: Compute) -> None:
     )
     val_tokens = cfg.eval_tokens or 20 * batch.tokens_per_step
     validation = Validation(val_rows, val_tokens, model, tokenizer, cfg.samples, compute)
-    scores = task_scores.of_base_model(
-        cfg.core, model, tokenizer, corpus.name, steps, steps * batch.tokens_per_step, compute
-    )
+    training = task_scores.TrainingRun(corpus.name, steps, steps * batch.tokens_per_step)
+    scores = task_scores.of_base_model(cfg.core, training, model, tokenizer, compute)
     plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)
     warmup = schedule.warmup_steps(cfg.schedule.warmup_steps, steps)
 

@@ -110,17 +110,9 @@ def train(cfg: Config, compute: Compute) -> None:
     validation = Validation(val_rows, 20 * per_step, model, tokenizer, cfg.stage.samples, compute)
     of_what = " of the answers" if cfg.answers_only else ""
     measures = curriculum(corpus).measures(False)
-    scores = task_scores.of_chat_model(
-        cfg.core,
-        measures,
-        model,
-        tokenizer,
-        corpus,
-        steps,
-        steps * per_step,
-        cfg.chats.conversations is not None,
-        compute,
-    )
+    own_data = cfg.chats.conversations is not None
+    training = task_scores.TrainingRun(corpus, steps, steps * per_step, own_data)
+    scores = task_scores.of_chat_model(cfg.core, training, measures, model, tokenizer, compute)
     plan = Plan(steps, per_step, batch.rows_per_step, rows.key)
 
     with Run(folder, plan, model, tokenizer, optimizers, cfg.run, compute) as run:

@@ -7,6 +7,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nanochat.checkpoint_manager.copies import served_copy
@@ -36,6 +37,16 @@ SEED = 1337  # chooses the problems of chat tasks
 Measures = Mapping[str, Callable[[], Task]]  # by name; a call reads the data of the task
 Evaluate = Callable[[Model], float | None]  # the figure of a whole model, on every rank
 Prepare = Callable[[], tuple[int, Evaluate]]  # the cost of a measurement in tokens that are read
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What decides whether a run is measured, and how often."""
+
+    corpus: str
+    steps: int
+    tokens: int  # of all steps
+    own_data: bool = False  # whether a chat stage learns from other conversations than its corpus's
 
 
 class TaskScores:
@@ -86,15 +97,9 @@ class TaskScores:
 
 
 def of_base_model(
-    flags: CoreFlags,
-    model: Model,
-    tokenizer: Tokenizer,
-    corpus: str,
-    steps: int,
-    tokens: int,
-    compute: Compute,
+    flags: CoreFlags, training: TrainingRun, model: Model, tokenizer: Tokenizer, compute: Compute
 ) -> TaskScores:
-    """Return the TaskScores of pretraining on `tokens` tokens in `steps` steps, which measure CORE.
+    """Return the TaskScores of pretraining, which measure CORE.
 
     Raises UserError if --core_every asks for a measurement that is impossible here, for example
     because the eval bundle is missing. If it is "auto", one line in the log says so instead.
@@ -131,27 +136,24 @@ def of_base_model(
 
         return core.count_tokens(bundle, examples, tokenizer), evaluate
 
-    every, evaluate = _prepared(flags, "CORE", prepare, corpus, steps, tokens, compute)
+    every, evaluate = _prepared(flags, training, "CORE", prepare, compute)
     return TaskScores(every, "core", evaluate, model, compute)
 
 
 def of_chat_model(
     flags: CoreFlags,
+    training: TrainingRun,
     measures: Measures,
     model: Model,
     tokenizer: Tokenizer,
-    corpus: str,
-    steps: int,
-    tokens: int,
-    own_data: bool,
     compute: Compute,
 ) -> TaskScores:
     """Return the TaskScores of a chat stage, which measure ChatCORE over the tasks of `measures`.
 
     For TinyWorld, that is the mean over its own tasks. Replies are decoded greedily, and have at
-    most twice as many tokens as the longest reference answer of their task. A stage with
-    `own_data`, which learns from other conversations, measures nothing by default. Raises UserError
-    as of_base_model() does, and if a task cannot be read.
+    most twice as many tokens as the longest reference answer of their task. A run with data of its
+    own measures nothing by default. Raises UserError as of_base_model() does, and if a task cannot
+    be read.
     """
 
     def prepare() -> tuple[int, Evaluate]:
@@ -183,20 +185,14 @@ def of_chat_model(
 
         return cost, evaluate
 
-    if own_data and flags.core_every == "auto":
+    if training.own_data and flags.core_every == "auto":
         return TaskScores(0, "chat_core", _nothing, model, compute)
-    every, evaluate = _prepared(flags, "ChatCORE", prepare, corpus, steps, tokens, compute)
+    every, evaluate = _prepared(flags, training, "ChatCORE", prepare, compute)
     return TaskScores(every, "chat_core", evaluate, model, compute)
 
 
 def _prepared(
-    flags: CoreFlags,
-    title: str,
-    prepare: Prepare,
-    corpus: str,
-    steps: int,
-    tokens: int,
-    compute: Compute,
+    flags: CoreFlags, training: TrainingRun, title: str, prepare: Prepare, compute: Compute
 ) -> tuple[int, Evaluate]:
     """Return the number of steps between measurements, 0 for never, and the function that measures.
 
@@ -206,21 +202,21 @@ def _prepared(
         return 0, _nothing
     if flags.core_every != "auto":
         return flags.core_every, _on_all_ranks(title, prepare, compute)[1]
-    if title == "CORE" and traits(corpus).curriculum == "tinyworld":
+    if title == "CORE" and traits(training.corpus).curriculum == "tinyworld":
         return 0, _nothing  # CORE asks for knowledge that TinyWorld does not have
     try:
         cost, evaluate = _on_all_ranks(title, prepare, compute)
     except UserError as why:
         log(tr("{title} is not measured while training: {why}", title=title, why=why))
         return 0, _nothing
-    every = affordable_every(cost, tokens, steps)
+    every = affordable_every(cost, training.tokens, training.steps)
     if not every:
         log(
             tr(
                 "{title} is not measured while training: a measurement would cost {percent:.1f} % "
                 "of this run. --core_every=N measures it all the same",
                 title=title,
-                percent=100 * cost / (PASSES * tokens),
+                percent=100 * cost / (PASSES * training.tokens),
             )
         )
     return every, evaluate

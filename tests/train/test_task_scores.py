@@ -138,9 +138,9 @@ def test_measurements_take_one_percent_of_a_run(cost: int, tokens: int, steps: i
 
 
 def without_bundle(**flags: Any) -> TaskScores:
-    return task_scores.of_base_model(
-        CoreFlags(**flags), tiny_gpt(tiny_tokenizer().vocab_size), tiny_tokenizer(), "web", 10, 10**9, on_cpu()
-    )
+    training = task_scores.TrainingRun("web", 10, 10**9)
+    model = tiny_gpt(tiny_tokenizer().vocab_size)
+    return task_scores.of_base_model(CoreFlags(**flags), training, model, tiny_tokenizer(), on_cpu())
 
 
 def test_without_a_bundle_core_is_refused_if_asked_for_and_else_left_out_in_one_line(
