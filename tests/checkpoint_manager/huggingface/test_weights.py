@@ -187,8 +187,10 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"index\.json names 'xxx") as refused:
         load_qwen(folder, on_cpu())
     assert len(str(refused.value)) < 1000
-    with pytest.raises(UserError, match=r"it has no config\.json"):
-        load_qwen(tmp_path / "nowhere", on_cpu())
+    (tmp_path / "empty").mkdir()
+    for name, problem in (("empty", r"it has no config\.json"), ("nowhere", "does not exist")):
+        with pytest.raises(UserError, match=problem):
+            load_qwen(tmp_path / name, on_cpu())
 
 
 def test_a_checkpoint_of_our_own_names_the_family(tmp_path: Path) -> None:
