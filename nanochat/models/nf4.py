@@ -4,8 +4,7 @@ A block of 64 weights is divided by its largest absolute value, and each quotien
 nearest of 16 levels, which are spaced for normally distributed weights (arXiv 2305.14314). The
 largest values are quantised too, in blocks of 256: their mean is subtracted, and each difference
 becomes the nearest of 256 levels that are dense around zero (arXiv 2110.02861). A weight takes 4.13
-bits. The levels and the rounding
-are those of bitsandbytes, so that both give the same codes.
+bits. The levels and the rounding are those of bitsandbytes, so that both give the same codes.
 
 Everything is plain torch, which works the same on every device. A product and its backward pass
 dequantise some rows of the matrix at a time, so that there is never a dense copy of the matrix.

@@ -300,8 +300,7 @@ def table(
         chip=chip.name,
         memory=chip.memory_gib,
     )
-    notes = (first, *_notes(models, tokens, source))
-    return "\n".join([markdown(head(), rows), "", *notes])
+    return _with_notes(markdown(head(), rows), first, models, tokens, source)
 
 
 def table_in_4_bits(
@@ -331,13 +330,15 @@ def table_in_4_bits(
         "One card as fast as a {chip}, with the base in 4 bits. Add --loss=dpo for preferences.",
         chip=chip.name,
     )
-    notes = (first, *_notes(models, tokens, source))
-    return "\n".join([markdown(columns, rows), "", *notes])
+    return _with_notes(markdown(columns, rows), first, models, tokens, source)
 
 
-def _notes(models: Mapping[str, QwenConfig], tokens: int, source: str) -> Sequence[str]:
-    """Return the notes below a table on its forecasts of memory and time."""
-    return (
+def _with_notes(
+    rows: str, first: str, models: Mapping[str, QwenConfig], tokens: int, source: str
+) -> str:
+    """Return a table with a first note of its own, and those on its forecasts of memory and time."""
+    notes = (
+        first,
         tr(
             "GiB a card: forecast for passes of one row of {length:,} tokens; a run takes as many "
             "rows as fit.",
@@ -359,6 +360,7 @@ def _notes(models: Mapping[str, QwenConfig], tokens: int, source: str) -> Sequen
             source=source,
         ),
     )
+    return "\n".join([rows, "", *notes])
 
 
 def default_models(sequence_len: int) -> dict[str, QwenConfig]:
