@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import torch
 import torch.nn as nn
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from nanochat.gpt import GPT, MLP, QK_SCALE, Block, CausalSelfAttention, Head, o
 from nanochat.linear import Linear
 from nanochat.model import Model
 from nanochat.platforms.operations import Operations
-from nanochat.platforms.together import Layer, Pack, Product, joined
+from nanochat.platforms.together import Join, Layer, Product
 
 NOT_CAST = (None, None)  # no matrix is cast in advance: each is cast wherever it is used
 
@@ -31,11 +30,11 @@ class OperatorAttention(CausalSelfAttention):
     cast_weights: Sequence[Tensor | None] = NOT_CAST  # for q, k and v; the output; and the gate
     joined: Product | None = None  # multiplies with the q, k and v matrices at once
 
-    def join(self, pack: Pack, dtype: torch.dtype) -> None:
-        """Join the query, key and value matrices into one product, if together.joined() can."""
+    def join(self, join: Join) -> None:
+        """Join the query, key and value matrices into one product, if `join` can."""
         if self.joined is None:
             matrices = (self.c_q, self.c_k, self.c_v)
-            self.joined = joined(matrices, pack, dtype)
+            self.joined = join(matrices)
 
     def release(self) -> None:
         """Undo join(), for Operations.release()."""

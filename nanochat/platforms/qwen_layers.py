@@ -21,7 +21,7 @@ from nanochat.models.qwen.model import Qwen
 from nanochat.models.rope import rotary_base, rotary_divisors
 from nanochat.platforms.grouped_experts import GroupedExperts
 from nanochat.platforms.operations import Operations
-from nanochat.platforms.together import Pack, Product, joined
+from nanochat.platforms.together import Join, Product
 
 
 class Joined:
@@ -34,7 +34,7 @@ class Joined:
     def __init__(
         self,
         matrices: Sequence[Linear],
-        multiply: Product,  # multiplies with all matrices, from joined()
+        multiply: Product,  # multiplies with all matrices
     ):
         self.multiply = multiply
         self._matrices = matrices
@@ -43,11 +43,10 @@ class Joined:
     @staticmethod
     def of(
         matrices: Sequence[Linear],
-        pack: Pack,
-        dtype: torch.dtype,
+        join: Join,
     ) -> "Joined | None":
-        """Return the matrices as one Joined, or None if joined() cannot join them."""
-        multiply = joined(matrices, pack, dtype)
+        """Return the matrices as one Joined, or None if `join` cannot join them."""
+        multiply = join(matrices)
         if multiply is None:
             return None
         return Joined(matrices, multiply)
@@ -168,10 +167,10 @@ class OperatorAttention(Attention):
     joined: Joined | None = None
     norm_weights: Tensor | None = None  # (H + Hkv, D), the norm weight of each head, once joined
 
-    def join(self, pack: Pack, dtype: torch.dtype) -> None:
-        """Join the query, key and value matrices into one product, if joined() can."""
+    def join(self, join: Join) -> None:
+        """Join the query, key and value matrices into one product, if `join` can."""
         matrices = (self.q_proj, self.k_proj, self.v_proj)
-        all_matrices = Joined.of(matrices, pack, dtype)
+        all_matrices = Joined.of(matrices, join)
         if all_matrices is None:
             return
         self.joined = all_matrices
@@ -243,11 +242,11 @@ class OperatorMLP(MLP):
     operations: Operations
     joined: Joined | None = None
 
-    def join(self, pack: Pack, dtype: torch.dtype) -> None:
-        """Join the gate and up matrices into one product, if joined() can."""
+    def join(self, join: Join) -> None:
+        """Join the gate and up matrices into one product, if `join` can."""
         if self.joined is None:
             matrices = (self.gate_proj, self.up_proj)
-            self.joined = Joined.of(matrices, pack, dtype)
+            self.joined = Joined.of(matrices, join)
 
     def release(self) -> None:
         """Undo join(), for Operations.release()."""
@@ -282,9 +281,20 @@ class OperatorBlock(Block):
 
 
 class OperatorQwen(Qwen):
-    """A Qwen model whose rotary tables have the layout that the platform reads."""
+    """A Qwen model that a platform may decode as a whole, with rotary tables in its layout."""
 
     operations: Operations
+    # Returns what hidden() does, or None if it does not support a pass; set by Operations.serve().
+    decoder: Callable[[Tensor, Context | None], Tensor | None] | None = None
+
+    def release(self) -> None:
+        """Discard the decoder, which knows the stored weights, for Operations.release()."""
+        self.decoder = None
+
+    def hidden(self, idx: Tensor, context: Context | None = None) -> Tensor:
+        """Implement Qwen.hidden with the platform's decoder if it supports the pass."""
+        hidden = None if self.decoder is None else self.decoder(idx, context)
+        return super().hidden(idx, context) if hidden is None else hidden
 
     def angles(self, length: int) -> tuple[Tensor, Tensor]:
         """Implement Qwen.angles with tables in the layout that the platform reads."""

@@ -20,6 +20,8 @@ Layer = Sequence[Unit]
 Product = Callable[[Tensor], Tensor]  # (..., inputs) -> (..., outputs)
 # Makes the function that multiplies with a weight (outputs, inputs).
 Pack = Callable[[Tensor], Product]
+# Makes the function that multiplies with several matrices at once, or returns None.
+Join = Callable[[Sequence[Linear]], Product | None]
 
 
 class HasUnits(Protocol):

@@ -33,6 +33,8 @@ HEADERS = (
     "panels.h",
     "products.h",
     "tiles.h",
+    "operators.h",
+    "decode.h",
     "attention.h",
     "attention_chunk.h",
     "attention_fp32.h",
@@ -55,6 +57,7 @@ FLAGS = (
 BLOCK = 64  # outputs of a matrix whose weights are stored together, as in products.h
 # attend_many() takes head dimensions that are multiples of these
 MANY_CHANNELS = {torch.bfloat16: BLOCK, torch.float32: 32}
+MANY_QUERIES = 9  # queries in a row from which attend_many() is used; fewer are computed one by one
 PANEL = 16  # the same in panels.h
 PANELS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}  # formats of weights
 SECONDS = 300  # time limit for compiling, which takes a few seconds on an idle host
@@ -182,6 +185,9 @@ class Kernels:
                 function.argtypes = argument_types(pointers, sizes, numbers)
                 function.restype = c_bool if name in CHECKED else None
                 self._functions[name, dtype] = function
+        self.decode: Any = library.decode_fp32  # decoder.py calls it
+        self.decode.argtypes = argument_types(10, 1, 2)
+        self.decode.restype = c_bool
         self._panels: dict[torch.dtype, Any] = {}
         for dtype, suffix in PANELS.items():
             function = getattr(library, f"panels_{suffix}")

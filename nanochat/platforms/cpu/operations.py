@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from nanochat.common import base_dir, tr
+from nanochat.common import appendix, base_dir, tr
 from nanochat.linear import Linear
 from nanochat.loss import HIDDEN, SOFTCAP, ChunkLoss, chunked_loss
 from nanochat.platforms import host
@@ -21,7 +21,7 @@ from nanochat.platforms.blocked_attention import BlockedAttention
 from nanochat.platforms.cpu import gradients
 from nanochat.platforms.cpu.decoding import by_products, one_query
 from nanochat.platforms.cpu.gradients import Product8, Trained
-from nanochat.platforms.cpu.kernels import EPSILON, SUFFIXES, Kernels, kernels
+from nanochat.platforms.cpu.kernels import EPSILON, MANY_QUERIES, SUFFIXES, Kernels, kernels
 from nanochat.platforms.cpu.panels import MEASURED, Panels, serve_here
 from nanochat.platforms.cpu.stored import Packed, store, store_int8
 from nanochat.platforms.cpu.training import training
@@ -32,7 +32,6 @@ from nanochat.platforms.operations import Matrices, Operations, multiplied
 DECODED_KEYS = 256
 DECODED_NUMBERS = 1 << 24
 LOGIT_ROWS = 256  # with fewer, rounding the head to 8 bits takes longer than it saves
-MANY_QUERIES = 9  # queries in a row from which attend_many() is used; fewer are computed one by one
 
 
 class CpuOperations(Operations):
@@ -174,6 +173,9 @@ class CpuOperations(Operations):
             panels = functools.partial(Panels, self._kernels)
             store(model, panels, torch.float32)
             store_int8(model, panels)
+            if hasattr(model, "decoder"):  # a published model
+                decoder = appendix("nanochat.platforms.cpu.decoder")
+                model.decoder = decoder.Decoder.of(self._kernels, model)
         if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             packed = functools.partial(Packed, kernels=self._kernels, compared=self._compared)
             store(model, packed, torch.bfloat16)

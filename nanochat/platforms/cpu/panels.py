@@ -38,28 +38,28 @@ class Panels:
         weight = weight.detach()
         self.shape = weight.shape
         self._kernels = kernels
-        self._scales = scales
+        self.scales = scales
         if weight.dtype == torch.float32:
             weight = in_two_bytes(weight)
         outputs, inputs = weight.shape
         padded = weight.new_zeros(-(-outputs // PANEL) * PANEL, inputs)
         padded[:outputs] = weight
         panels = padded.view(-1, PANEL, inputs).transpose(1, 2)
-        self._panels = panels.contiguous()  # (outputs / 16, inputs, 16)
+        self.panels = panels.contiguous()  # (outputs / 16, inputs, 16)
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return x (..., inputs) times the transposed matrix, as (..., outputs).
 
         This is the `multiply` hook of a Linear; `weight` is ignored.
         """
-        return self._kernels.multiply_panels(x, self._panels, self._scales, self.shape[0])
+        return self._kernels.multiply_panels(x, self.panels, self.scales, self.shape[0])
 
     def rows(self, numbers: Tensor) -> Tensor:  # (...) -> (..., inputs) fp32
         """Return rows of the matrix by their numbers, as an embedding table does."""
-        rows = self._panels[numbers // PANEL, :, numbers % PANEL].float()
-        if self._scales is None:
+        rows = self.panels[numbers // PANEL, :, numbers % PANEL].float()
+        if self.scales is None:
             return rows
-        return rows * self._scales[numbers][..., None]
+        return rows * self.scales[numbers][..., None]
 
 
 def in_two_bytes(weight: Tensor) -> Tensor:

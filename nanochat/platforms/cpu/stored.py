@@ -1,6 +1,7 @@
 """How matrices are stored while a model is served on a CPU: in bf16 as oneDNN lays them out, or in panels."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,7 @@ from nanochat.gpt import Head
 from nanochat.linear import Linear
 from nanochat.models.qwen.int8 import Int8
 from nanochat.platforms.cpu.kernels import BLOCK, Kernels
-from nanochat.platforms.together import empty_weight
+from nanochat.platforms.together import Product, empty_weight, joined
 
 # The most rows that our own loop multiplies with a matrix faster than oneDNN does, on one thread.
 FEW_ROWS = 32
@@ -70,7 +71,7 @@ def store(model: nn.Module, pack: Callable[[Tensor], Any], dtype: torch.dtype) -
     for module in model.modules():
         join = getattr(module, "join", None)
         if join is not None:
-            join(pack, dtype)
+            join(functools.partial(joined, pack=pack, dtype=dtype))
         if _can_be_stored(module, dtype):
             _replace(module, pack(cast(nn.Parameter, module.weight)))
 
@@ -86,11 +87,32 @@ def _can_be_stored(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def store_int8(model: nn.Module, pack: Callable[[Tensor, Tensor], Any]) -> None:
-    """Let `pack` store a model's 8-bit matrices, given their integers and the outputs' scales."""
+    """Let `pack` store a model's 8-bit matrices, joined where layers can join them.
+
+    `pack` is given the integers of a matrix and the scales of its outputs.
+    """
     for module in model.modules():
+        join = getattr(module, "join", None)
+        if join is not None:
+            join(functools.partial(_joined_int8, pack=pack))
         multiply = getattr(module, "multiply", None)
         if isinstance(multiply, Int8):
             _replace(module, pack(multiply.integers, multiply.scales))
+
+
+def _joined_int8(
+    matrices: Sequence[Linear],
+    pack: Callable[[Tensor, Tensor], Product],
+) -> Product | None:
+    """Return a function that multiplies by all matrices, or None if any has a bias or no 8 bits."""
+    quantized = [matrix.multiply for matrix in matrices if isinstance(matrix.multiply, Int8)]
+    if len(quantized) < len(matrices) or any(matrix.has_bias for matrix in matrices):
+        return None
+    integers = torch.cat([matrix.integers for matrix in quantized])
+    scales = torch.cat([matrix.scales for matrix in quantized])
+    for matrix in matrices:
+        matrix.multiply = None
+    return pack(integers, scales)
 
 
 def _replace(module: nn.Module, stored: Any) -> None:

@@ -375,7 +375,7 @@ def test_products_with_panels(made: Kernels, format: torch.dtype, outputs: int, 
     elif format == torch.bfloat16:
         weight = weight.bfloat16().float()
     stored = Panels(made, weight, scales)
-    assert stored._panels.dtype == format, "weights that are bf16 numbers take two bytes"
+    assert stored.panels.dtype == format, "weights that are bf16 numbers take two bytes"
     exact = weight.double() * (1 if scales is None else scales.double()[:, None])
     numbers = torch.tensor([[0, outputs - 1], [3, 1]])
     assert torch.equal(stored.rows(numbers), exact.float()[numbers])

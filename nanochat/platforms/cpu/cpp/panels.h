@@ -40,9 +40,9 @@ inline Eight eight(const int8_t *x) {
 
 constexpr int64_t PANEL = 16;         // outputs whose weights are stored together, input after input
 constexpr int64_t TOGETHER = 6;       // rows of x multiplied together, as many as fit in the registers of AVX2
-constexpr int64_t FEW = 3;            // rows of x that are multiplied with two panels together
+constexpr int64_t FEW = 3;            // rows of x that are multiplied with two panels together, or alone with four
 constexpr int64_t CACHED_ROWS = 96;   // rows of x that stay in the cache while all panels pass
-constexpr int64_t AHEAD_BYTES = 2048; // how far ahead to prefetch
+constexpr int64_t AHEAD_BYTES = 1024; // how far ahead to prefetch
 
 // Multiplies ROWS rows of x with COUNT adjacent panels, [inputs][PANEL] numbers each. Each sum is added up in the order
 // of the inputs, so that a row's results do not depend on the rows beside it.
@@ -66,7 +66,14 @@ void multiply_panels(const float *x, const W *w, float *y, int64_t y_stride, int
         for (int part = 0; part < PARTS; part++) std::memcpy(y + row * y_stride + 8 * part, &sums[row][part], 32);
 }
 
-// Calls multiply_panels() for up to TOGETHER rows and one panel, or for up to FEW rows and two.
+// Returns how many panels are multiplied together with `rows` rows, if that many are `left`. Several sums that do not
+// wait for each other hide the time of an addition, and several streams from memory hide its latency.
+inline int64_t panels_together(int64_t rows, int64_t left) {
+    const int64_t count = rows == 1 ? 4 : rows <= FEW ? 2 : 1;
+    return count <= left ? count : 1;
+}
+
+// Calls multiply_panels() for up to TOGETHER rows and as many panels as panels_together() returns.
 template <class W>
 void some_panels(int64_t rows, int64_t count, const float *x, const W *w, float *y, int64_t y_stride, int64_t inputs) {
     using Product = void (*)(const float *, const W *, float *, int64_t, int64_t);
@@ -74,7 +81,8 @@ void some_panels(int64_t rows, int64_t count, const float *x, const W *w, float 
                                               multiply_panels<3, 1, W>, multiply_panels<4, 1, W>,
                                               multiply_panels<5, 1, W>, multiply_panels<6, 1, W>};
     static constexpr Product two[FEW] = {multiply_panels<1, 2, W>, multiply_panels<2, 2, W>, multiply_panels<3, 2, W>};
-    (count == 2 ? two : one)[rows - 1](x, w, y, y_stride, inputs);
+    const Product product = count == 4 ? multiply_panels<1, 4, W> : count == 2 ? two[rows - 1] : one[rows - 1];
+    product(x, w, y, y_stride, inputs);
 }
 
 // Multiplies x (rows, inputs) with the panels that hold the outputs from `first` to `last`; y has `outputs` columns.
@@ -87,7 +95,7 @@ void multiply_some(const float *x, const W *w, float *y, int64_t rows, int64_t f
         const int64_t end = std::min(rows, start + CACHED_ROWS);
         for (int64_t output = first; output < last;) {
             const W *panel = w + output * inputs;
-            const int64_t count = rows <= FEW && output + 2 * PANEL <= last ? 2 : 1;
+            const int64_t count = panels_together(rows, (last - output) / PANEL);
             for (int64_t i = 0; i < int64_t(wide.size()); i += 8) {
                 const Eight numbers = eight(panel + i);
                 std::memcpy(&wide[i], &numbers, sizeof(numbers));
