@@ -216,8 +216,8 @@ def train(cfg: Config, compute: Compute) -> None:
     start = open_start(cfg, compute)
     tag = cfg.stage.own_tag(start.name, cfg.problems)
     corpus = cfg.stage.data or start.corpus or ""
-    facts = {"parent": start.identity, "corpus": corpus, **rewards.facts}
-    folder = open_folder("rl", tag, cfg, cfg.run, compute, **facts)
+    identity = {"parent": start.identity, "corpus": corpus, **rewards.fingerprint}
+    folder = open_folder("rl", tag, cfg, cfg.run, compute, **identity)
     log(
         tr(
             "rl: training {start}; checkpoints go to {path}",

@@ -399,15 +399,15 @@ def train(cfg: Config, compute: Compute) -> None:
     tuning = Tuning(
         model.config,
         lora,
-        1 if batch.probe else batch.device_batch_size,
-        batch.passes > 1,
-        cfg.recomputes,
-        cfg.offload_activations,
-        cfg.run.shard,
-        compute.world_size,
-        dtype_name(compute.dtype),
-        not compute.platform.has_own_memory,
-        cfg.adapter.base_bits,
+        rows=1 if batch.probe else batch.device_batch_size,
+        several_passes=batch.passes > 1,
+        checkpoint_activations=cfg.recomputes,
+        offload_activations=cfg.offload_activations,
+        shard=cfg.run.shard,
+        ranks=compute.world_size,
+        dtype=dtype_name(compute.dtype),
+        on_host=not compute.platform.has_own_memory,
+        base_bits=cfg.adapter.base_bits,
     )
     check_fits(tuning, model, compute, always=cfg.forecast)
     if cfg.forecast:
@@ -424,7 +424,11 @@ def train(cfg: Config, compute: Compute) -> None:
     val_tokens = 20 * batch.tokens_per_step
     validation = Validation(val_rows, val_tokens, model, base.tokenizer, 0, compute)
     plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)
-    names = replay.FIGURES if replay_every else preference.figures if preference else ()
+    figure_names: tuple[str, ...] = ()
+    if replay_every:
+        figure_names = replay.FIGURES
+    elif preference:
+        figure_names = preference.figures
 
     def summed_loss(fast: nn.Module, *tensors: Tensor) -> Tensor:
         return pass_loss(preference, fast, *tensors)[0]
@@ -459,7 +463,7 @@ def train(cfg: Config, compute: Compute) -> None:
             lrm = schedule.cosine(step, steps, cfg.warmup_ratio)
             optimizers.schedule(lrm, momentum=0.95, decay=1.0)
             data = next(batches)
-            with run.update(data.num_targets, names) as update:
+            with run.update(data.num_targets, figure_names) as update:
                 for tensors in update.passes(data.micro_batches):
                     loss, figures = pass_loss(preference, fast, *tensors)
                     update.add(loss, figures)

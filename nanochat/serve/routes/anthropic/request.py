@@ -28,7 +28,7 @@ from nanochat.serve.routes.fields import (
     read_fields,
 )
 from nanochat.serve.routes.fitted import fitted
-from nanochat.serve.routes.messages import PromptTooLong, chat_tokens, is_large, least_tokens
+from nanochat.serve.routes.prompts import PromptTooLong, chat_tokens, is_large, least_tokens
 from nanochat.tokenizer import Tokenizer
 
 SAME = ("max_tokens", "temperature", "top_p", "top_k", "stream")  # as on the chat route

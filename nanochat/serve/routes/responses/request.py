@@ -27,11 +27,11 @@ from nanochat.serve.routes.fitted import OPTIONS, fitted, read_max_thought, read
 from nanochat.serve.routes.messages import (
     alternating,
     as_request,
-    make_prompt,
     read_conversation,
     text_of,
     with_instructions,
 )
+from nanochat.serve.routes.prompts import make_prompt
 from nanochat.serve.routes.reply import form_of
 from nanochat.serve.routes.responses.store import Shelf
 from nanochat.serve.routes.responses.writer import Repeated, ResponseWriter
