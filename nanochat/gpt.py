@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from nanochat.attention import PlainAttention
 from nanochat.cache import Cache
 from nanochat.common import UserError, tr
-from nanochat.context import Context, Rows
+from nanochat.context import Context
 from nanochat.linear import Embedding, Linear
 from nanochat.loss import chunked_loss, softcap, token_losses
 
@@ -540,7 +540,7 @@ class GPT(nn.Module):
 
         Without a context, every row is one whole sequence.
         """
-        context = context or Rows()
+        context = context or Context()
         context.bind(self)
         rotary = self.rotary(context, idx.size(1))
         x = self.smear(self.embed(idx), context)

@@ -19,7 +19,6 @@ from nanochat import schedule
 from nanochat.checkpoint_manager.files import latest_step
 from nanochat.checkpoint_manager.locate import checkpoint_dir, find_parent
 from nanochat.common import UserError, log, tr
-from nanochat.context import model_arguments
 from nanochat.dataloader import epoch_numbers
 from nanochat.device import Compute
 from nanochat.evals.chat import evaluate
@@ -31,7 +30,7 @@ from nanochat.rl.policy import PolicyFlags
 from nanochat.rl.rewards import Rewards, mean_reward
 from nanochat.rl.sampler import Sampler, reference_of
 from nanochat.rl.start import Start, open_published, open_tuned
-from nanochat.rl.trees import over_trees
+from nanochat.rl.trees import model_arguments, over_trees
 from nanochat.run import Plan, Run, launch, load_parent, open_folder
 from nanochat.step import NO_UPDATE
 from nanochat.tokenizer import Tokenizer

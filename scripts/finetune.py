@@ -26,7 +26,6 @@ from nanochat.checkpoint_manager.same_run import BEFORE_FLAGS
 from nanochat.common import UserError, log, tr
 from nanochat.context import Packed
 from nanochat.data.sources.listing import name_of
-from nanochat.dataloader import chat_rows
 from nanochat.device import Compute, seed_all
 from nanochat.evals.preferences import PreferenceLoss, add_references
 from nanochat.meter import listed
@@ -42,6 +41,7 @@ from nanochat.prepare.conversations import conversation_lengths
 from nanochat.prepare.plan import TooLong
 from nanochat.run import Plan, Run, launch, open_folder
 from nanochat.train import replay, sizes
+from nanochat.train.chat_rows import chat_rows
 from nanochat.train.fit import probe
 from nanochat.train.flags import (
     Auto,
@@ -312,6 +312,13 @@ def pass_loss(
     return sums[0], sums[1:]
 
 
+def figure_names(preference: PreferenceLoss | None, replays: bool) -> tuple[str, ...]:
+    """Return the names of the figures that pass_loss() sums."""
+    if replays:
+        return replay.FIGURES
+    return preference.figures if preference else ()
+
+
 def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune a model, resuming from any checkpoint that --resume selects."""
     begun = begun_settings(checkpoint_dir("tune", cfg.tag), cfg.run.resume, compute)
@@ -424,11 +431,7 @@ def train(cfg: Config, compute: Compute) -> None:
     val_tokens = 20 * batch.tokens_per_step
     validation = Validation(val_rows, val_tokens, model, base.tokenizer, 0, compute)
     plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)
-    figure_names: tuple[str, ...] = ()
-    if replay_every:
-        figure_names = replay.FIGURES
-    elif preference:
-        figure_names = preference.figures
+    names = figure_names(preference, replay_every > 0)
 
     def summed_loss(fast: nn.Module, *tensors: Tensor) -> Tensor:
         return pass_loss(preference, fast, *tensors)[0]
@@ -463,7 +466,7 @@ def train(cfg: Config, compute: Compute) -> None:
             lrm = schedule.cosine(step, steps, cfg.warmup_ratio)
             optimizers.schedule(lrm, momentum=0.95, decay=1.0)
             data = next(batches)
-            with run.update(data.num_targets, figure_names) as update:
+            with run.update(data.num_targets, names) as update:
                 for tensors in update.passes(data.micro_batches):
                     loss, figures = pass_loss(preference, fast, *tensors)
                     update.add(loss, figures)

@@ -46,7 +46,7 @@ LEVELS = (
     1.0,
 )
 DECADES = 7  # the levels for scales span seven powers of ten
-TINY = torch.finfo(torch.float32).tiny  # keeps a block of zeros from dividing by zero
+TINY = 2.0**-126  # the smallest normal fp32 number keeps a block of zeros from dividing by zero
 
 
 def scale_levels() -> Tensor:  # (256,) fp32, ascending

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 Sharding = Literal["none", "grad", "full"]
+# The optimizer state of a rank, by name: (this rank's rows of a tensor, the shape of the whole
+# tensor, the index of the first of these rows).
+State = dict[str, tuple[Tensor, tuple[int, ...], int]]
 _EVERY_PASS = "reduces_in_every_pass"  # the attribute that shard() sets on the model
 
 
