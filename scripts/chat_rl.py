@@ -102,7 +102,7 @@ class Config:
     init_lr_frac: float = 0.05
     """factor on the learning rates of a model that was pretrained here, which then fall linearly to 0"""
     adapter: AdapterFlags = AdapterFlags()
-    """what is trained of a published model"""
+    """which parameters of a published model are trained"""
     eval_every: Free[Rare[int]] = 60
     """steps between measurements on held-out problems; 0: measure only before the first step and at the end"""
     eval_examples: Free[Rare[int]] = 400
@@ -253,7 +253,7 @@ def train(cfg: Config, compute: Compute) -> None:
 
     sampler = Sampler(model, compute)
     reference = None
-    if cfg.policy.kl:  # of the weights before RL, whichever checkpoint is loaded later
+    if cfg.policy.kl:  # a copy of the weights before RL, before a checkpoint is loaded
         reference = reference_of(model, sampler, compute)
     sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens, cfg.run.seed)
     greedy = Sampling(temperature=0.0, max_tokens=cfg.max_new_tokens)

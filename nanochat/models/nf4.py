@@ -225,8 +225,8 @@ class _Product(torch.autograd.Function):
 def hold_in_nf4(model: nn.Module, dtype: torch.dtype) -> None:
     """Replace the matrices in a model's layers by empty 4-bit ones, which nf4_matrices() lists.
 
-    Matrices whose inputs are no multiple of 64 stay as they are, and so do tables. The products
-    are computed in `dtype`. On the meta device, nothing takes memory.
+    Tables stay as they are, and so do matrices whose number of inputs is not a multiple of 64. The
+    products are computed in `dtype`. On the meta device, nothing takes memory.
     """
     tables = None
     for module in model.modules():

@@ -57,7 +57,7 @@ class RewardFile:
                 ruined += 1
                 if ruined == MOST_RUINED:
                     raise self._ends_processes()
-                missing = width - len(outcomes) % width  # of the call that was interrupted
+                missing = width - len(outcomes) % width  # outcomes of the call that was interrupted
                 outcomes += [Outcome(0.0, tr("ended its process"))] * missing
             rows += [outcomes[i : i + width] for i in range(0, len(outcomes), width)]
         return rows

@@ -117,7 +117,7 @@ def arguments_of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Return what `call` returns, raising OutOfTime in it after so many seconds of the processor."""
+    """Return what `call` returns, raising OutOfTime in it after `seconds` of processor time."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise OutOfTime

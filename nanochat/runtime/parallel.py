@@ -375,7 +375,7 @@ class ParameterShard:
     """This rank's rows of a parameter, and the ranks that together hold rank 0's copy of it."""
 
     rows: Tensor  # empty if this rank does not belong to rank 0's copy
-    shape: tuple[int, ...]  # of the whole parameter
+    shape: tuple[int, ...]  # the shape of the whole parameter
     owners: tuple[tuple[int, int], ...]  # (rank, number of its rows), in the order of the rows
 
     @property

@@ -15,7 +15,7 @@ from nanochat.serve.routes.fields import ApiError, invalid, kind, missing
 from nanochat.serve.routes.tools import read_calls
 
 MOST_MESSAGES = 1000  # a chat of 500 questions; checking more would keep other clients waiting
-MOST_PARTS = 4000  # of all messages together
+MOST_PARTS = 4000  # parts of all messages together
 # The role that the model sees for a message, by the role that the client gives.
 SPEAKERS: dict[str, Role] = {
     "system": "system",

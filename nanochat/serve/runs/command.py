@@ -84,7 +84,7 @@ def arguments(fields: Sequence[Field], values: Values) -> list[str]:
 
 
 def command(script: str, words: Sequence[str], processes: int) -> list[str]:
-    """Return the argument list that runs a script in so many processes, one for each device."""
+    """Return the argument list that runs a script in `processes` processes, one for each device."""
     if processes == 1:
         return [sys.executable, "-m", script, *words]
     launcher = [sys.executable, "-m", LAUNCHER, f"--nproc_per_node={processes}"]

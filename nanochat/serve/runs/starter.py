@@ -21,7 +21,7 @@ from nanochat.serve.runs.record import Record
 
 MOST_RUNNING = 1  # runs of the page at the same time: each takes its devices for itself
 MOST_LISTED = 50  # runs that the page has started; the oldest are left out
-LOG_BYTES = 1 << 16  # of a log in one answer
+LOG_BYTES = 1 << 16  # the most bytes of a log in one answer
 SECRETS = {"NANOCHAT_API_KEY"}  # variables of the server that a run does not get
 
 

@@ -54,7 +54,7 @@ FIELDS = {
     "tools",
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools, and their OpenAI names
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # tool choices -> their OpenAI names
 THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 # Fields of the chat route in its errors, and their names on this route.
 NAMES = (
