@@ -70,16 +70,16 @@ def arguments(fields: Sequence[Field], values: Values) -> list[str]:
         if field["kind"] == SWITCH:
             if not isinstance(value, bool):
                 raise _refuse(name, f"must be true or false, got {type(value).__name__}")
-            given = [f"{flag}={value}"]
+            flag_words = [f"{flag}={value}"]
         elif field["kind"] == LIST:
             value = _items(name, value)
-            given = [flag, *value] if value else []
+            flag_words = [flag, *value] if value else []
         else:
-            given = [f"{flag}={_text(name, value)}"] if value != "" else []
-        if field["required"] and not given:
+            flag_words = [f"{flag}={_text(name, value)}"] if value != "" else []
+        if field["required"] and not flag_words:
             raise _refuse(name, "must be given")
         if value != field["default"]:
-            words += given
+            words += flag_words
     return words
 
 
