@@ -6,8 +6,9 @@ from typing import Any
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat.context import model_arguments
+from nanochat.context import Packed
 from nanochat.device import Compute
+from nanochat.rl.trees import model_arguments
 from nanochat.step import LossScale, Outcome, Safeguards, Spikes, Update, unmarked
 
 Loss = Callable[..., tuple[Tensor, Tensor | None]]
@@ -17,6 +18,9 @@ def summed_loss(
     model: nn.Module, idx: Tensor, targets: Tensor, **extras: Tensor
 ) -> tuple[Tensor, None]:
     """Return the sum of a pass's losses, and no other figures."""
+    if "documents" in extras:
+        context = Packed(extras["documents"])
+        return model(idx, targets, reduction="sum", context=context), None
     return model(idx, targets, reduction="sum", **model_arguments(extras)), None
 
 

@@ -1,7 +1,8 @@
 """The context of a forward pass: which sequences its tokens belong to, and what came before them.
 
-There is one class for each kind of pass: Rows for whole rows, Packed for rows of several documents,
-Tree for replies that share a prompt, and Cached for new tokens of the sequences in a cache.
+There is one class for each kind of pass: Context for whole rows, Packed for rows of several
+documents, and Cached for new tokens of the sequences in a cache. rl/trees.py adds Tree, for replies
+that share a prompt.
 
 The caller creates one context per pass, and every layer asks it for the token before each token,
 for attention, and for the state that a recurrent layer keeps. Nothing else in a model depends on
@@ -9,9 +10,9 @@ the kind of pass. Shapes: B batch, T time, C channels, H heads, Hkv heads of key
 dimension.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,119 +34,68 @@ class Embeds(Protocol):
         ...
 
 
-class Context(Protocol):
-    """Describes the tokens of one forward pass to a model and computes its attention (Protocol)."""
+class Context:
+    """The context of rows that hold one whole sequence each, and the base of the other contexts."""
 
-    @property
-    def positions(self) -> Tensor | None:
-        """The position (B, T) of each token in its sequence; None if every row has 0 .. T-1."""
-        ...
-
-    @property
-    def documents(self) -> Tensor | None:
-        """The index (B, T) of each token's document; None if rows are not split into documents."""
-        ...
-
-    @property
-    def lengths(self) -> Tensor | None:
-        """The number (B,) of real tokens in each row; None if no row has padding to be skipped."""
-        ...
-
-    @property
-    def targets_at(self) -> Tensor | None:
-        """The indices (N,), over all rows, of the tokens that predict targets; None if all do."""
-        ...
-
-    @property
-    def longest(self) -> int | None:
-        """An upper bound on the length of every sequence; None if it is the length of a row."""
-        ...
+    positions: Tensor | None = None
+    """the position (B, T) of each token in its sequence; None if every row has 0 .. T-1"""
+    documents: Tensor | None = None
+    """the index (B, T) of each token's document; None if rows are not split into documents"""
+    lengths: Tensor | None = None
+    """the number (B,) of real tokens in each row; None if no row has padding to be skipped"""
+    targets_at: Tensor | None = None
+    """the indices (N,), over all rows, of the tokens that predict targets; None if all do"""
+    longest: int | None = None
+    """an upper bound on the length of every sequence; None if it is the length of a row"""
 
     def bind(self, model: Embeds) -> None:
         """Take the attention operators, and anything else the pass needs, from a model.
 
         The model calls this before its first layer.
         """
-        ...
+        self.attention = model.attention
 
     def previous(self, x: Tensor) -> Tensor:
-        """Return the entry of x for the token before each token.
+        """Return the entry of x for the token before each token, or 0 where a sequence begins.
 
-        x holds token ids (B, T) or embeddings (B, T, C). The result is 0 where a sequence begins.
+        x holds token ids (B, T) or embeddings (B, T, C).
         """
-        ...
+        return torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
 
     def previous_keys(self, layer: int, k: Tensor) -> Tensor:
         """Return the key (B, T, Hkv, D) of the token before each token.
 
-        The key is zero where a sequence begins. Only the half that offset_keys() takes is reliable.
+        It is zero where a sequence begins. Only the half that offset_keys() takes is reliable.
         """
-        ...
+        return self.previous(k)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:  # (B, T, H, D)
         """Compute a layer's attention; PlainAttention.attend() describes the arguments."""
-        ...
+        return self.attention.attend(q, k, v, window, scale)
 
     def read(self, name: str, layer: int) -> Tensor | None:
         """Return the state `name` of a recurrent layer, as it is before the pass.
 
         Returns None if every sequence begins with this pass.
         """
-        ...
+        return None
 
     def write(self, name: str, layer: int, state: Tensor) -> None:
-        """Store the state `name` of a recurrent layer after the last real token of the pass."""
-        ...
+        """Store the state `name` of a recurrent layer after the last real token of the pass.
+
+        Without a cache, it is discarded.
+        """
 
     def finish(self) -> None:
         """Record in the cache, if there is one, the tokens that its sequences have gained.
 
         The model calls this after its last layer.
         """
-        ...
 
 
-class Rows:
-    """The context of whole sequences: every row begins at position 0."""
-
-    positions: Tensor | None = None
-    documents: Tensor | None = None
-    lengths: Tensor | None = None
-    targets_at: Tensor | None = None
-    longest: int | None = None
-
-    def bind(self, model: Embeds) -> None:
-        """Take the model's attention operators."""
-        self.attention = model.attention
-
-    def previous(self, x: Tensor) -> Tensor:
-        """Return x shifted right by one token."""
-        return torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
-
-    def previous_keys(self, layer: int, k: Tensor) -> Tensor:
-        """Return the keys shifted right by one token."""
-        return self.previous(k)
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
-    ) -> Tensor:
-        """Compute causal attention within each row."""
-        return self.attention.attend(q, k, v, window, scale)
-
-    def read(self, name: str, layer: int) -> Tensor | None:
-        """Return None, because every sequence begins here."""
-        return None
-
-    def write(self, name: str, layer: int, state: Tensor) -> None:
-        """Discard the state, because the next pass begins new sequences."""
-
-    def finish(self) -> None:
-        """Do nothing, because there is no cache."""
-
-
-class Packed(Rows):
+class Packed(Context):
     """The context of rows that hold several documents, which do not see each other."""
 
     def __init__(
@@ -166,7 +116,7 @@ class Packed(Rows):
     def previous(self, x: Tensor) -> Tensor:
         """Return x shifted right by one token, with zeros where a document begins."""
         begins = self.positions == 0
-        return super().previous(x).masked_fill(_trailing(begins, x), 0)
+        return super().previous(x).masked_fill(trailing(begins, x), 0)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
@@ -181,72 +131,25 @@ class Packed(Rows):
         return self.attention.masked(q, k, v, self._masks[window], scale)
 
 
-class Tree(Rows):
-    """The context of rows whose tokens form trees, where sequences share a common beginning.
-
-    A row may hold several trees, and padding tokens that see only themselves.
-    """
-
-    def __init__(
-        self,
-        parents: Tensor,  # (B, T) index in its row of each token's parent; a root is its own parent
-        visible: Tensor,  # (B, T, T) bool, True where a token (dim 1) sees another (dim 2)
-        targets_at: Tensor,  # (N,) index in the flattened rows of the token that predicts a target
-    ):
-        self.parents = parents
-        self.seen = visible
-        self.targets_at = targets_at
-        self.positions: Tensor = visible.sum(dim=2) - 1
-        self._masks: dict[int, Tensor] = {}  # window -> (B, 1, T, T) True where a query sees a key
-
-    def previous(self, x: Tensor) -> Tensor:
-        """Return the entry of x for the parent of each token, and 0 for a root."""
-        begins = self.parents == torch.arange(self.parents.size(1), device=self.parents.device)
-        parents = _trailing(self.parents, x).expand_as(x)
-        return x.gather(1, parents).masked_fill(_trailing(begins, x), 0)
-
-    def previous_keys(self, layer: int, k: Tensor) -> Tensor:
-        """Return the key of each token's parent, and 0 for a root."""
-        return self.previous(k.flatten(2)).view_as(k)
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
-    ) -> Tensor:
-        """Compute attention along the path from the root to each token, within the window."""
-        if window not in self._masks:
-            near = self.positions[:, :, None] - self.positions[:, None] <= window
-            self._masks[window] = (self.seen & near)[:, None]
-        return self.attention.masked(q, k, v, self._masks[window], scale)
-
-
-class Cached:
+class Cached(Context):
     """The context of new tokens in B contiguous slots of a cache."""
-
-    documents: Tensor | None = None
-    targets_at: Tensor | None = None
 
     def __init__(
         self,
         cache: Cache,
         idx: Tensor,  # (B, T) the new tokens
-        # B slots of the cache; None: the first B
-        slots: slice | None = None,
-        # (B,) how many of the T tokens are real, the rest being padding; None: all
-        lengths: Tensor | None = None,
-        # how many tokens each row held before; None: the host must ask the device
-        cached: Sequence[int] | None = None,
-        # how many real tokens each row has; needed if `cached` is given
-        new: Sequence[int] | None = None,
-        # for graphs: how many cache positions attention reads, by mask, whatever the rows hold
-        keys: int | None = None,
+        slots: slice | None = None,  # B slots of the cache; None: the first B
+        lengths: Tensor | None = None,  # (B,) how many of the T tokens are real; None: all
+        cached: Sequence[int] | None = None,  # tokens of each row before; None: ask the device
+        new: Sequence[int] | None = None,  # real tokens of each row; needed if `cached` is given
+        keys: int | None = None,  # for graphs: the cache positions that attention reads, by mask
     ):
         self.cache = cache
         self.slots = slots or slice(0, idx.size(0))
         self.lengths = lengths
         self.longest = cache.length
-        self.positions = cache.positions[self.slots, None] + torch.arange(
-            idx.size(1), device=idx.device
-        )
+        new_positions = torch.arange(idx.size(1), device=idx.device)
+        self.positions: Tensor = cache.positions[self.slots, None] + new_positions  # (B, T)
         self.cached = cached
         self.new = new
         self.keys = keys
@@ -266,13 +169,13 @@ class Cached:
         self.attention = model.attention
         self._embed = model.embed
         if self.keys is None:
-            longest = (
-                max(self.cached) if self.cached else int(self.cache.positions[self.slots].max())
-            )
+            if self.cached:
+                longest = max(self.cached)
+            else:
+                longest = int(self.cache.positions[self.slots].max())
             grain = self.attention.grain
-            self.keys = min(
-                -(-(longest + self.positions.size(1)) // grain) * grain, self.cache.length
-            )
+            grains = -(-(longest + self.positions.size(1)) // grain)
+            self.keys = min(grains * grain, self.cache.length)
 
     def previous(self, x: Tensor) -> Tensor:
         """Return x shifted right by one token, with each slot's last cached token in front.
@@ -345,43 +248,21 @@ class Cached:
 
     def finish(self) -> None:
         """Advance the length of each slot, and store its last token if the model reads it."""
-        if self._keeps_last:
-            last = (
-                self._idx[:, -1]
-                if self.lengths is None
-                else self._idx.gather(1, self.lengths[:, None] - 1)[:, 0]
-            )
-            self.cache.last[self.slots] = last
-        self.cache.positions[self.slots] += (
-            self._idx.size(1) if self.lengths is None else self.lengths
-        )
+        new_tokens = self._idx.size(1) if self.lengths is None else self.lengths
+        self.cache.positions[self.slots] += new_tokens
+        if not self._keeps_last:
+            return
+        last = self._idx[:, -1]
+        if self.lengths is not None:
+            last = self._idx.gather(1, self.lengths[:, None] - 1)[:, 0]
+        self.cache.last[self.slots] = last
 
 
-def _trailing(x: Tensor, like: Tensor) -> Tensor:
+def trailing(x: Tensor, like: Tensor) -> Tensor:
     """Return x (B, T) in a shape that broadcasts with `like` (B, T, ...)."""
     return x.view(*x.shape, *[1] * (like.dim() - 2))
 
 
-# the names in a micro-batch of the tensors of a Tree, in the order of its arguments
-TREE = ("parents", "seen", "targets_at")
-
-
-def model_arguments(extras: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the keyword arguments with which a model takes the extra tensors of a micro-batch.
-
-    `documents` become a Packed context, and the tensors named in TREE a Tree. Others, such as
-    `weights`, are passed on unchanged.
-    """
-    arguments: dict[str, Any] = {
-        name: extras[name] for name in extras if name not in ("documents", *TREE)
-    }
-    if "documents" in extras:
-        arguments["context"] = Packed(extras["documents"])
-    if TREE[0] in extras:
-        arguments["context"] = Tree(*(extras[name] for name in TREE))
-    return arguments
-
-
 def whole_rows(context: Context) -> bool:
     """Return whether every row is one sequence, for which devices have faster operators."""
-    return type(context) is Rows
+    return type(context) is Context

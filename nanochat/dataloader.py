@@ -4,7 +4,8 @@ The tokens are already on disk: prepare/ has tokenised every document once, and 
 pieces of which documents make up each row. This file puts the rows in an order that is known in
 advance (epoch_order), turns a row into inputs and targets (Rows and its subclasses), mixes several
 corpora (MixedRows), and divides the rows of a step among ranks and micro-batches (steps). The
-functions at the end open the rows of a corpus or of a stage's conversations.
+functions at the end open the rows of a corpus, and blend them with other rows. train/chat_rows.py
+opens the rows of a stage's conversations.
 
 A run resumes from a single integer: the index of the next row.
 """
@@ -15,24 +16,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from nanochat import device
 from nanochat.common import UserError, tr
-from nanochat.data.conversation import Conversation
 from nanochat.data.corpora import Split
 from nanochat.data.mixing import Data
 from nanochat.device import Compute
-from nanochat.prepare.conversations import (
-    ConversationSplits,
-    conversation_folder,
-    prepare_conversations,
-)
 from nanochat.prepare.documents import prepare_documents
-from nanochat.prepare.plan import Plan, TooLong, plan
+from nanochat.prepare.plan import Plan, plan
 from nanochat.prepare.token_files import TokenSet
 from nanochat.tokenizer import Tokenizer
 
@@ -142,6 +136,11 @@ class Rows:
         self.row_tokens = plan.row_tokens  # T + 1
         self.key = plan.key
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the tokens."""
+        return self._token_set.folder
+
     def plan_rows(self, first: int, count: int) -> np.ndarray:  # (count,) int64
         """Return the indices, in the plan, of rows first .. first + count - 1 of the sequence."""
         return epoch_numbers(self.count, self._seed, first, count, self._order)
@@ -216,11 +215,6 @@ class PackedRows(Rows):
 
     extras = ("documents",)
 
-    @property
-    def folder(self) -> Path:
-        """The folder of the tokens."""
-        return self._token_set.folder
-
     def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Return (inputs, targets, documents) of rows of the plan, int64 (B, T) each.
 
@@ -246,45 +240,6 @@ class PackedRows(Rows):
         tokens = self._token_set.parts[0].tokens
         for column, start, _ in self._segments(row):
             cells[column] = tokens[start - 1]
-
-
-class PairRows(PackedRows):
-    """Rows for preference training that hold pairs: a preferred answer, then the rejected one.
-
-    A pair is never divided between rows. Each answer includes its prompt; pair n consists of
-    documents 2n and 2n + 1 of the row. targets_in() counts pairs. The caller fills `references`
-    with a reference model's scores of the pairs, in the order of the plan, float32 (pairs, 2).
-    """
-
-    extras = ("documents", "references")
-
-    def __init__(
-        self,
-        token_set: TokenSet,
-        plan: Plan,
-        bos: int,
-        seed: int | None,
-        masked: bool,
-    ):
-        super().__init__(token_set, plan, bos, seed, masked)
-        self._target_counts = np.diff(self._first_segments) // 2
-        self.pair_starts = self._first_segments // 2
-        self.conversations = int(self.pair_starts[-1])  # pairs
-        self.references = np.zeros((self.conversations, 2), np.float32)
-
-    def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """Return (inputs, targets, documents, references) of rows of the plan.
-
-        The first three are int64 (B, T). The last is float32 (B, P, 2), where P is the largest
-        number of pairs in one of the rows; rows with fewer pairs are padded with zeros.
-        """
-        starts = self.pair_starts[plan_rows]
-        counts = self._target_counts[plan_rows]
-        references = torch.zeros(len(plan_rows), int(counts.max(initial=0)), 2)
-        for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            pairs = self.references[start : start + count]
-            references[b, :count] = torch.from_numpy(pairs)
-        return *super().batch(plan_rows), references
 
 
 class MixedRows:
@@ -491,7 +446,7 @@ def one_pass(
         yield step
 
 
-# --- the rows of corpora and stages --------------------------------------------------------------
+# --- the rows of corpora -------------------------------------------------------------------------
 
 
 def split_rows(
@@ -512,56 +467,6 @@ def split_rows(
         row_plan = plan(token_set, length + 1, cut=True)
         sources.append(Rows(token_set, row_plan, tokenizer.bos, seed, masked=False))
     return sources[0] if len(sources) == 1 else MixedRows(sources, data.shares)
-
-
-def conversation_rows(
-    name: str,
-    conversations: Callable[[], Iterable[Conversation]],
-    key: str,
-    tokenizer: Tokenizer,
-    length: int,
-    seed: int | None,
-    masked: bool,
-    too_long: TooLong | None = None,
-    pairs: bool = False,
-) -> Rows:
-    """Return rows of `length` tokens made of conversations; see plan() for those that do not fit.
-
-    Rows describes `seed` and `masked`. With `too_long`, which plan() describes, the rows are
-    PackedRows; with `pairs` as well, they are PairRows.
-
-    The tokens are saved in `chat_data/<name>-<hash>`. `key` identifies the content: `conversations`
-    is called only if no tokens with this key are saved.
-    """
-    folder = conversation_folder(name, tokenizer, key)
-    token_set = prepare_conversations(folder, conversations, tokenizer, key)
-    row_plan = plan(token_set, length + 1, cut=False, too_long=too_long, pairs=pairs)
-    if pairs:
-        return PairRows(token_set, row_plan, tokenizer.bos, seed, masked)
-    if too_long:
-        return PackedRows(token_set, row_plan, tokenizer.bos, seed, masked)
-    return Rows(token_set, row_plan, tokenizer.bos, seed, masked)
-
-
-def chat_rows(
-    stage: str,
-    conversations: ConversationSplits,
-    tokenizer: Tokenizer,
-    length: int,
-    seed: int,
-    masked: bool,
-    too_long: TooLong | None = None,
-    pairs: bool = False,
-) -> tuple[Rows, Rows]:
-    """Return the training rows and the validation rows of a stage's conversations.
-
-    conversation_rows() describes the arguments.
-    """
-    key = conversations.key
-    options = (tokenizer, length, seed, masked, too_long, pairs)
-    train = conversation_rows(stage, conversations.train, key, *options)
-    val = conversation_rows(f"{stage}-val", conversations.val, key, *options)
-    return train, val
 
 
 def blend(
@@ -585,32 +490,3 @@ def blend(
     key = f"{first.key} {second.key} {every}"  # checkpoints contain this key
     count = first.count * every // (every - 1)
     return MixedRows([first, second], [every - 1, 1], count, key)
-
-
-def mixture_table(
-    data: Data,
-    rows: Source,
-    row_number: int,
-) -> dict[str, Any]:
-    """Return a dict whose "rows" lists, for the report, how much of each corpus has been read.
-
-    The list has a dict for each corpus of a mixture. The rows before `row_number` count as read. If
-    `rows` is not a mixture, the result is {}.
-    """
-    if not isinstance(rows, MixedRows):
-        return {}
-    table = []
-    total_shares = sum(data.shares)
-    rows_by_corpus = rows.rows_before(row_number)
-    corpora = zip(data.corpora, data.shares, rows.sources, rows_by_corpus, strict=True)
-    for corpus, share, source, rows_read in corpora:
-        table.append(
-            {
-                "corpus": corpus.name,
-                "share": f"{100 * share / total_shares:.4g} %",
-                "rows": source.size,
-                "rows read": rows_read,
-                "epochs": rows_read / source.count,
-            }
-        )
-    return {"rows": table}

@@ -43,14 +43,12 @@ from nanochat.generate.reply import (
     broken_model,
 )
 from nanochat.generate.sampling import Choice, Sampling, check_request, choose, uniform
-from nanochat.generate.slots import STATE_INTERVAL, Request, Slots
+from nanochat.generate.slots import CHUNK, Request, Slots
 from nanochat.model import Model
 from nanochat.platforms.base import Platform
 from nanochat.tokenizer import Tokenizer
 
-CHUNK = 512  # most tokens of one prompt in a prefill pass
-FEWEST_TOKENS = 16  # of prompts that are read between two decoding passes, if these must not wait
-MOST_SAMPLES = 128  # most replies to one prompt that submit_samples() accepts
+FEWEST_TOKENS = 16  # fewest prompt tokens to read in a step with running replies
 
 
 class Engine:
@@ -65,7 +63,7 @@ class Engine:
     `graphs` is the platform of a device that can capture graphs; decoding passes are then replayed
     as one launch each where possible. `drafts` guesses tokens, so that one pass checks several.
     `most_seconds` is how long a step may take while prompts are read beside running replies: fewer
-    prompt tokens are then read in a step, but at least 32.
+    prompt tokens are then read in a step, but at least 16 (FEWEST_TOKENS).
     """
 
     def __init__(
@@ -112,9 +110,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.slots = slots
         self.prefill_tokens = prefill_tokens
-        # prompt tokens that the model has read, and prompt tokens reused from other requests
         self.prompt_tokens_read = 0
-        self.prompt_tokens_reused = 0
         cache = model.new_cache(slots + spare_slots, self.length, dtype)
         self._slots = Slots(cache, slots, slots + spare_slots)
         pad = model.attention.grain > 1 if pad is None else pad
@@ -123,8 +119,8 @@ class Engine:
         self._passes = Passes(model, cache, self.length, pad, adapters, self.graphs)
         self.drafts = drafts
         self.most_seconds = most_seconds
-        self._shared_budget = prefill_tokens  # of a step with running replies
-        self._decode_seconds = 0.0  # of the last step that read no prompt
+        self._shared_budget = prefill_tokens  # prompt tokens of a step with running replies
+        self._decode_seconds = 0.0  # time of the last step that read no prompt
         self._waiting: deque[Request] = deque()
         self._suspended: dict[int, Request] = {}  # by number
         self._next_request = 0
@@ -157,6 +153,11 @@ class Engine:
     def cuts_anywhere(self) -> bool:
         """Whether the cache can be shortened to any length; states of DeltaNets cannot be."""
         return self._slots.cache.cuts_anywhere
+
+    @property
+    def prompt_tokens_reused(self) -> int:
+        """The number of prompt tokens that were reused from other requests so far."""
+        return self._slots.reused_tokens
 
     @property
     def passes(self) -> int:
@@ -228,31 +229,6 @@ class Engine:
         if self.schemas is None:
             required_appendix("nanochat.generate.schema.grammar", tr("a JSON schema"))
         return self.schemas
-
-    def submit_samples(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        samples: int,
-    ) -> list[int]:
-        """Queue `samples` requests for one prompt, and return their IDs.
-
-        If possible, the prompt is read only once. The first reply is the same as after submit();
-        each of the others has a different seed. Raises UserError if `samples` is out of range or
-        submit() would raise it.
-        """
-        if not 1 <= samples <= MOST_SAMPLES:
-            raise UserError(
-                tr(
-                    "a prompt can have from 1 to {most} replies, got {samples:,}: ask for fewer",
-                    most=MOST_SAMPLES,
-                    samples=samples,
-                )
-            )
-        numbers = [self.submit(prompt, sampling)]
-        for sample in range(1, samples):
-            numbers.append(self.submit(prompt, sample_settings(sampling, prompt, sample)))
-        return numbers
 
     @torch.inference_mode()
     def cancel(self, number: int) -> bool:
@@ -362,7 +338,7 @@ class Engine:
         return events
 
     def _adapt_budget(self, seconds: float) -> None:
-        """Halve or double the prompt tokens of the next step, whose reading took so long."""
+        """Halve or double the prompt tokens of later steps, after reading some took `seconds`."""
         if self.most_seconds is None:
             return
         if seconds > self.most_seconds:
@@ -392,7 +368,6 @@ class Engine:
         self._slots.protect(originals.values())
         for request in [*originals.values(), *copies]:
             self._slots.take(request)
-            self.prompt_tokens_reused += request.reused
 
     def _prefill(self, budget: int) -> bool:
         """Read up to `budget` tokens of prompts in slot order, and return whether there were any.
@@ -406,14 +381,14 @@ class Engine:
             if first == self._slots.active:
                 break
             self._slots.shortest_first(first)
-            self._share(first)
+            self._slots.share(first)
             if not self._slots.running[first].prefilling:
                 continue
-            count, columns = self._prefill_shape(first, budget)
+            count, columns = self._slots.prefill_shape(first, budget)
             requests = self._slots.running[first : first + count]
             chunks = []
             for request in requests:
-                end = min(request.cached + columns, self._chunk_end(request))
+                end = min(request.cached + columns, self._slots.chunk_end(request))
                 chunks.append(request.tokens[request.cached : end])
             hidden = self._passes.run(self._slots.requests, first, chunks)
             self._passes.score(hidden, requests, chunks)
@@ -423,58 +398,6 @@ class Engine:
                 self._slots.save_states(slot)
             budget -= count * columns
         return self.prompt_tokens_read > read_before
-
-    def _share(self, slot: int) -> None:
-        """Reuse the part of a request's prompt that other requests have read in the meantime."""
-        request = self._slots.running[slot]
-        reused_before = request.reused
-        self._slots.share(slot)
-        self.prompt_tokens_reused += request.reused - reused_before
-
-    def _chunk_end(self, request: Request) -> int:
-        """Return the last position at which the request's next chunk may end.
-
-        The last token of a prompt is left to the first decoding pass. If the states of a slot
-        cannot be cut, they are saved every 256 tokens (STATE_INTERVAL), and where the prompt leaves
-        the common beginning with another one, so a chunk ends there.
-        """
-        end = request.prompt_length - 1
-        if self._slots.cache.cuts_anywhere:
-            return end
-        if request.cached < request.branch < end:
-            end = request.branch
-        return min(end, (request.cached // STATE_INTERVAL + 1) * STATE_INTERVAL)
-
-    def _prefill_shape(self, first: int, budget: int) -> tuple[int, int]:
-        """Return the number of rows and columns of the next prefill pass.
-
-        Not counting what `pad` adds, the pass has at most `budget` tokens, at most half of them
-        padding.
-        """
-        requests = self._slots.running[first:]
-        columns = min(self._chunk_end(requests[0]) - requests[0].cached, CHUNK, budget)
-        count = 1
-        real_tokens = columns
-        for slot, request in enumerate(requests[1:], first + 1):
-            if (count + 1) * columns > budget:
-                break
-            self._share(slot)
-            tokens = min(self._chunk_end(request) - request.cached, CHUNK)
-            if tokens <= 0:  # the whole prompt is cached
-                break
-            if any(self._slots.will_share(request, earlier) for earlier in requests[:count]):
-                break  # the common prefix is copied, not computed twice
-            wider = max(columns, tokens)
-            padded_area = (count + 1) * wider
-            if padded_area > budget or padded_area > 2 * (real_tokens + tokens):
-                break
-            count += 1
-            columns = wider
-            real_tokens += tokens
-        # A padded row must not run past the end of the cache: the rest of a long prompt waits for
-        # the next pass.
-        room = min(self.length - request.cached for request in requests[:count])
-        return count, min(columns, room)
 
     def _decode(self) -> list[Event]:
         """Feed one pending token of every ready request, and return the resulting events.
@@ -501,7 +424,7 @@ class Engine:
             room = self.length - max(request.cached for request in requests)
             chunks = self.drafts.chunks(requests, room)
         if chunks is not None:
-            events = self._check(requests, chunks)
+            events = self._check_guesses(requests, chunks)
         else:
             logits = self._passes.decode(self._slots.requests, ready, without_mask)
             events = self._advance(requests, logits, masks, without_mask)
@@ -511,37 +434,35 @@ class Engine:
                 self._slots.leave(slot)
         return events
 
-    def _check(self, requests: Sequence[Request], chunks: list[list[int]]) -> list[Event]:
+    def _check_guesses(self, requests: Sequence[Request], chunks: list[list[int]]) -> list[Event]:
         """Feed pending and guessed tokens, and return the events up to the first wrong guess.
 
-        chunks[i] are the tokens for requests[i]. What a row was fed after a wrong guess is taken
-        back.
+        chunks[i] are the tokens for requests[i]. Tokens that a row was fed after a wrong guess are
+        dropped from its slot.
         """
         states = self._slots.states(len(requests))
         logits = self._passes.check(self._slots.requests, chunks)
-        before = [request.cached for request in requests]
-        lengths = [len(request.tokens) for request in requests]
+        starts = [request.cached for request in requests]
+        pending = [len(request.tokens) - request.cached for request in requests]
         events: list[Event] = []
-        rows = list(range(len(requests)))
+        rows = list(range(len(requests)))  # the rows in which every token so far was right
         column = 0
         while rows:
-            advanced = [requests[row] for row in rows]
-            events += self._advance(advanced, logits[rows, column])
+            events += self._advance([requests[row] for row in rows], logits[rows, column])
             column += 1
             ended = {event.request for event in events if event.finish}
-            rows = [
-                row
-                for row in rows
-                if requests[row].number not in ended
-                and requests[row].tokens[before[row] + column]
-                == next(iter(chunks[row][column:]), -1)
-            ]
+            right_rows = []
+            for row in rows:
+                was_fed = requests[row].number not in ended and column < len(chunks[row])
+                if was_fed and chunks[row][column] == requests[row].tokens[starts[row] + column]:
+                    right_rows.append(row)
+            rows = right_rows
+        assert self.drafts is not None
         for row, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
-            pending = lengths[row] - before[row]
-            right = request.cached - before[row] - pending
-            assert self.drafts is not None
-            self.drafts.note(request, len(chunk) - pending, right)
-            self._slots.take_back(row, before[row], len(chunk), states)
+            guessed = len(chunk) - pending[row]
+            right = request.cached - starts[row] - pending[row]
+            self.drafts.note(request, guessed, right)
+            self._slots.take_back(row, starts[row], len(chunk), states)
         return events
 
     def _advance(
@@ -553,7 +474,8 @@ class Engine:
     ) -> list[Event]:
         """Count a fed token of each request, and sample the next ones from the logits.
 
-        Rows in `without_mask` stay as they are; masks are by row.
+        `masks` maps a row to its mask. The rows in `without_mask` wait for theirs, and do not
+        change.
         """
         # Draw random numbers only for requests that sample; if a forced token follows, the choice
         # is dropped.

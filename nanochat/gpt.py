@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from nanochat.attention import PlainAttention
 from nanochat.cache import Cache
 from nanochat.common import UserError, tr
-from nanochat.context import Context, Rows
+from nanochat.context import Context
 from nanochat.linear import Embedding, Linear
 from nanochat.loss import chunked_loss, softcap, token_losses
 
@@ -49,55 +49,7 @@ class GPTConfig:
     offset_layers: int = 0
 
     def __post_init__(self) -> None:
-        if self.n_embd % self.n_head:
-            raise UserError(
-                tr(
-                    "n_embd must be a multiple of n_head, got {n_embd} and {n_head}",
-                    n_embd=self.n_embd,
-                    n_head=self.n_head,
-                )
-            )
-        if self.n_head % self.n_kv_head:
-            raise UserError(
-                tr(
-                    "n_head must be a multiple of n_kv_head, got {n_head} and {n_kv_head}",
-                    n_head=self.n_head,
-                    n_kv_head=self.n_kv_head,
-                )
-            )
-        if self.head_dim % (4 if self.offset_layers else 2):
-            raise UserError(
-                tr(
-                    "the head dimension must be a multiple of 2, of 4 with offset_layers, "
-                    "got {head_dim}",
-                    head_dim=self.head_dim,
-                )
-            )
-        if self.n_embd < SMEAR_CHANNELS:
-            raise UserError(
-                tr(
-                    "n_embd must be at least {smear_channels}, which the smear gate reads, "
-                    "got {n_embd}",
-                    smear_channels=SMEAR_CHANNELS,
-                    n_embd=self.n_embd,
-                )
-            )
-        if not 0 <= self.offset_layers <= self.n_layer:
-            raise UserError(
-                tr(
-                    "offset_layers must be from 0 to {n_layer}, n_layer, got {offset_layers}",
-                    n_layer=self.n_layer,
-                    offset_layers=self.offset_layers,
-                ),
-                2,
-            )
-        if not self.window_pattern or set(self.window_pattern.upper()) - set("SL"):
-            raise UserError(
-                tr(
-                    "window_pattern is made of S and L, got {window_pattern!r}",
-                    window_pattern=self.window_pattern,
-                )
-            )
+        _check(self)
 
     @property
     def head_dim(self) -> int:
@@ -528,7 +480,10 @@ class GPT(nn.Module):
         resid_lambda: Tensor,  # ()
         x0_lambda: Tensor,  # ()
     ) -> tuple[Tensor, Tensor]:
-        """Return a layer's input (a weighted sum of x and x0), and the x0 for the next layer."""
+        """Return a layer's input (a weighted sum of x and x0), and the x0 for the next layer.
+
+        A platform whose mix() computes its own gradients adds to that of x0 through the second.
+        """
         return resid_lambda * x + x0_lambda * x0, x0
 
     def backout(self, x: Tensor, middle: Tensor) -> Tensor:  # (B, T, C) each
@@ -540,7 +495,7 @@ class GPT(nn.Module):
 
         Without a context, every row is one whole sequence.
         """
-        context = context or Rows()
+        context = context or Context()
         context.bind(self)
         rotary = self.rotary(context, idx.size(1))
         x = self.smear(self.embed(idx), context)
@@ -628,3 +583,56 @@ class GPT(nn.Module):
         )
         keys = sum(min(window, self.config.sequence_len) for window in self.config.windows)
         return 6 * matrices + 12 * self.config.n_embd * keys
+
+
+def _check(config: GPTConfig) -> None:
+    """Raise UserError if no model can have these sizes and options."""
+    if config.n_embd % config.n_head:
+        raise UserError(
+            tr(
+                "n_embd must be a multiple of n_head, got {n_embd} and {n_head}",
+                n_embd=config.n_embd,
+                n_head=config.n_head,
+            )
+        )
+    if config.n_head % config.n_kv_head:
+        raise UserError(
+            tr(
+                "n_head must be a multiple of n_kv_head, got {n_head} and {n_kv_head}",
+                n_head=config.n_head,
+                n_kv_head=config.n_kv_head,
+            )
+        )
+    if config.head_dim % (4 if config.offset_layers else 2):
+        raise UserError(
+            tr(
+                "the head dimension must be a multiple of 2, of 4 with offset_layers, "
+                "got {head_dim}",
+                head_dim=config.head_dim,
+            )
+        )
+    if config.n_embd < SMEAR_CHANNELS:
+        raise UserError(
+            tr(
+                "n_embd must be at least {smear_channels}, which the smear gate reads, "
+                "got {n_embd}",
+                smear_channels=SMEAR_CHANNELS,
+                n_embd=config.n_embd,
+            )
+        )
+    if not 0 <= config.offset_layers <= config.n_layer:
+        raise UserError(
+            tr(
+                "offset_layers must be from 0 to {n_layer}, n_layer, got {offset_layers}",
+                n_layer=config.n_layer,
+                offset_layers=config.offset_layers,
+            ),
+            2,
+        )
+    if not config.window_pattern or set(config.window_pattern.upper()) - set("SL"):
+        raise UserError(
+            tr(
+                "window_pattern is made of S and L, got {window_pattern!r}",
+                window_pattern=config.window_pattern,
+            )
+        )

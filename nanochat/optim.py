@@ -1,7 +1,6 @@
 """The optimizers: AdamW for tables, head and scalars, and Muon for the matrices inside layers.
 
-On a CPU with a single rank, RowAdam steps the table of bigrams. muon.py has the arithmetic of Muon,
-and schedule.py says how the rates change during a run.
+muon.py has the arithmetic of Muon, and schedule.py says how the rates change during a run.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,17 +13,14 @@ from torch import Tensor
 
 from nanochat import schedule
 from nanochat.device import is_sharded, local
-from nanochat.model import Model
 from nanochat.muon import MuonArithmetic, variance_shape
 from nanochat.platforms.base import Platform
 from nanochat.platforms.layers import operations_of
 from nanochat.platforms.together import as_stack
 from nanochat.runtime.exchange import MatrixExchange
 from nanochat.runtime.graphs import StepGraph
-from nanochat.runtime.parallel import nonzero_rows, place_of, trained
-
-# name -> (this rank's part of a tensor, the shape of the whole tensor, the first row of the part)
-State = dict[str, tuple[Tensor, tuple[int, ...], int]]
+from nanochat.runtime.parallel import State, place_of, trained
+from nanochat.runtime.row_adam import RowAdam, apply_missed_decay, make_sparse, moments
 
 # AdamW's learning rate for matrices, as a share of matrix_lr at 768 channels; fitted in dev/LOG.md.
 ADAMW_SHARE = 0.1
@@ -151,61 +147,6 @@ class OneRate:
 
 
 # --- the optimizers ------------------------------------------------------------------------------
-
-
-class RowAdam(torch.optim.Optimizer):
-    """AdamW without momentum and decay, for large tables in which each step reads few rows.
-
-    A step changes only the rows that have a gradient. Without momentum, any other row stays as it
-    is, and its mean square only decays; that decay is made up for when the row next has a gradient.
-    Up to rounding, the results are those of torch.optim.AdamW with a first beta of 0. With sparse
-    gradients, a step takes hardly more time for a larger table.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update the rows that have a nonzero gradient; gradients may be sparse tensors."""
-        for group in self.param_groups:
-            beta = group["betas"][1]
-            for table in group["params"]:
-                if table.grad is not None:
-                    rows, g = nonzero_rows(table.grad)
-                    self._step(table, rows, g, group["lr"], beta, group["eps"])
-
-    def _step(
-        self,
-        table: Tensor,  # (R, C)
-        rows: Tensor,  # (n,) indices of the rows that have a gradient
-        g: Tensor,  # (n, C) their gradients
-        lr: float,
-        beta: float,
-        eps: float,
-    ) -> None:
-        state = self.state_of(table)
-        state["step"] += 1
-        state["age"] += 1
-        missed_decay = beta ** state["age"][rows]
-        mean_square = state["exp_avg_sq"][rows] * missed_decay[:, None]
-        mean_square.addcmul_(g, g, value=1 - beta)
-        state["exp_avg_sq"][rows] = mean_square
-        state["age"][rows] = 0.0
-        correction = 1 - beta ** float(state["step"])
-        denominator = mean_square.div_(correction).sqrt_().add_(eps)
-        table.index_add_(0, rows, g.div(denominator), alpha=-lr)
-
-    def state_of(self, table: Tensor) -> dict[str, Tensor]:
-        """Return the state of a table, which is all zeros before its first step.
-
-        It consists of `step`, the mean squares `exp_avg_sq` (R, C), and `age` (R,), which counts,
-        for each row, the steps whose decay has not been applied to its mean squares yet.
-        """
-        if not self.state[table]:
-            self.state[table] = {
-                "step": torch.zeros(()),
-                "exp_avg_sq": torch.zeros_like(table),
-                "age": torch.zeros(len(table)),
-            }
-        return self.state[table]
 
 
 @dataclass
@@ -388,7 +329,7 @@ class Optimizers:
                 "weight_decay": settings.decay,
                 "eps": settings.eps,
             }
-            is_sparse = role == "bigram" and _make_sparse(model, parameters)
+            is_sparse = role == "bigram" and make_sparse(model, parameters)
             (row_groups if is_sparse else groups).append(group)
         places = map(place_of, self.names)
         self.place = max(places, key=lambda place: place.shards * place.replicas)
@@ -450,15 +391,15 @@ class Optimizers:
     def state(self) -> State:
         """Return all optimizer state that this rank needs to resume, by name."""
         state = {} if self.muon is None else self.muon.named_state()
-        for parameter, moments in self._adamw_state().items():
+        for parameter, tensors in moments(self.adamw, self.rows).items():
             name = self.names[parameter]
             first_row = place_of(parameter).first_row(parameter.shape[0])
             for key in ("exp_avg", "exp_avg_sq", "age"):
-                if key in moments:
-                    tensor = local(moments[key])
+                if key in tensors:
+                    tensor = local(tensors[key])
                     shape = tuple(parameter.shape[: tensor.dim()])
                     state[f"{name}.{key}"] = (tensor, shape, first_row)
-            state[f"{name}.step"] = (moments["step"].reshape(1), (1,), 0)
+            state[f"{name}.step"] = (tensors["step"].reshape(1), (1,), 0)
         return state
 
     def saved(self) -> State:
@@ -480,68 +421,6 @@ class Optimizers:
             if name in own_names or name.endswith(".variance")
         }
 
-    def _adamw_state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """Return the state of AdamW and RowAdam by parameter, all zeros before the first step.
-
-        For a table of bigrams, both optimizers give the same entries.
-        """
-        states: dict[Tensor, dict[str, Tensor]] = {}
-        for group in self.adamw.param_groups:
-            for parameter in group["params"]:
-                state = self.adamw.state[parameter]
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-                states[parameter] = state
-                if group["role"] == "bigram":
-                    if "age" not in state:
-                        rows = len(local(parameter))
-                        state["age"] = torch.zeros(rows, device=parameter.device)
-                    states[parameter] = {key: state[key] for key in ("step", "exp_avg_sq", "age")}
-        if self.rows is not None:
-            for group in self.rows.param_groups:
-                for table in group["params"]:
-                    states[table] = self.rows.state_of(table)
-        return states
-
-    @torch.no_grad()
     def restored(self) -> None:
-        """Apply to AdamW's loaded state the decay that RowAdam had postponed."""
-        for group in self.adamw.param_groups:
-            if group["role"] != "bigram":
-                continue
-            beta = group["betas"][1]
-            for parameter in group["params"]:
-                state = self.adamw.state[parameter]
-                missed_decay = beta ** state["age"]
-                local(state["exp_avg_sq"]).mul_(missed_decay[:, None])
-                state["age"].zero_()
-
-
-def saved_bytes(model: Model, rates: Rates | OneRate) -> int:
-    """Return roughly how many bytes the parameters and optimizer state of a checkpoint take.
-
-    AdamW saves two moments of each parameter, but only one of the table of bigrams, whose first
-    beta is 0. Muon saves one.
-    """
-    roles = model.parameter_roles()
-    one_moment = {"bigram", "matrix"} if rates.matrix_optimizer == "muon" else {"bigram"}
-    return sum(
-        parameter.nbytes * (2 if roles[name] in one_moment else 3)
-        for name, parameter in trained(cast(nn.Module, model))
-    )
-
-
-def _make_sparse(model: nn.Module, tables: Sequence[Tensor]) -> bool:
-    """Switch `tables` to sparse gradients if RowAdam can step them, and return whether it can.
-
-    It can if they are in a CPU's memory and are neither sharded nor replicated.
-    """
-    place = place_of(tables[0])
-    if place.shards * place.replicas > 1 or not tables[0].is_cpu:
-        return False
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and any(module.weight is table for table in tables):
-            module.sparse = True
-    return True
+        """Finish a restore, once the tensors of state() have been filled from a checkpoint."""
+        apply_missed_decay(self.adamw)

@@ -15,7 +15,7 @@ REFERENCE_SCALING_PARAMETERS = 110_100_480
 
 # The meaning of `auto` in fine-tuning
 EPOCH_STEPS = 30  # least steps in an epoch, if the data has enough conversations
-READINGS = 2400  # of conversations in a run; less data is read more than once
+READINGS = 2400  # conversations to read in a run; less data is read more than once
 MOST_EPOCHS = 8.0  # but no more times than this
 LONGEST_ROW = 2048  # tokens
 SHORTEST_ROW = 128  # tokens

@@ -87,18 +87,18 @@ class Rendered:
 class Tokenizer:
     """A vocabulary: byte sequences in the order in which they were learned, then special tokens."""
 
-    marks_begin = True  # every text and conversation begins with bos
-    adds_bos = True  # every plain text too
+    # What the tokenizers of published models (checkpoint_manager/huggingface/tokenizer.py) may do
+    # differently:
+    marks_begin = True  # every conversation begins with bos
+    adds_bos = True  # every plain text begins with bos
     takes_system = False  # there is no mark for system text, which goes in front of a question
-    takes_tools = False
+    takes_tools = False  # there is no mark for the functions that a model may call
     takes_options = False  # there is no chat template that has variables
-    thinks_by_default: bool | None = None  # no template, and so no switch for thoughts
-    call_format: str | None = None  # a model writes calls of functions as the server tells it
-    thought_marks: tuple[str, str] | None = None  # a model of ours does not think before it answers
+    thinks_by_default: bool | None = None  # there is no switch for thoughts
+    call_format: str | None = None  # there is no format for calls of functions
+    thought_marks: tuple[str, str] | None = None  # there are no marks around thoughts
     strips_space = False  # decoding keeps a space at the beginning of a text
-    sampling: ClassVar[
-        Mapping[str, float]
-    ] = {}  # a publisher's settings for chats, if there is one
+    sampling: ClassVar[Mapping[str, float]] = {}  # there are no settings of a publisher for chats
 
     def __init__(
         self,
@@ -149,41 +149,10 @@ class Tokenizer:
         is missing, if a text is not a string of valid Unicode, or if the texts do not yield that
         many merges.
         """
-        if pattern not in PATTERNS:
-            names = ", ".join(PATTERNS)
-            raise UserError(
-                tr(
-                    "--pattern must be one of {names}, got {pattern!r}",
-                    names=names,
-                    pattern=pattern,
-                ),
-                exit_code=2,
-            )
-        smallest_size = BYTES + len(ROLES)
-        if vocab_size < smallest_size:
-            raise UserError(
-                tr(
-                    "the vocabulary must hold at least {smallest_size} tokens ({bytes} bytes "
-                    "and {roles_count} special tokens), got {vocab_size}; choose a larger "
-                    "--vocab_size",
-                    smallest_size=smallest_size,
-                    bytes=BYTES,
-                    roles_count=len(ROLES),
-                    vocab_size=vocab_size,
-                ),
-                exit_code=2,
-            )
-        if vocab_size > MOST_TOKENS:
-            raise UserError(
-                tr(
-                    "--vocab_size must be at most {most_tokens:,}, got {vocab_size:,}",
-                    most_tokens=MOST_TOKENS,
-                    vocab_size=vocab_size,
-                ),
-                exit_code=2,
-            )
+        _check_request(vocab_size, pattern)
         regex = PATTERNS[pattern]
-        ranks = bpe.train(_checked(texts), vocab_size - len(ROLES), regex, progress)
+        pieces = (piece for text in bpe.checked(texts) for piece in _pieces(text))
+        ranks = bpe.train(pieces, vocab_size - len(ROLES), regex, progress)
         learned_size = len(ranks) + len(ROLES)
         if learned_size < vocab_size:
             raise UserError(
@@ -218,69 +187,21 @@ class Tokenizer:
                     path=path,
                     train_command=train_command,
                 ),
-                2,
+                exit_code=2,
             )
         remedy = tr(
             "Delete the file and train the tokenizer again: {train_command}",
             train_command=train_command,
         )
+        content = _read_content(path, remedy)
         try:
-            content = read_json(path)
-        except UserError as failure:
-            raise UserError(
-                tr(
-                    "{path} is damaged: {cause}. {remedy}",
-                    path=path,
-                    cause=failure.__cause__,
-                    remedy=remedy,
-                )
-            ) from failure
-        try:
-            expected_hash = content.pop("sha256")
-            if content["format"] != FORMAT or content["version"] != VERSION:
-                raise UserError(
-                    tr(
-                        "{path} has format {saved_format} {saved_version}, but this program reads "
-                        "{format} {version}. {remedy}",
-                        path=path,
-                        saved_format=content["format"],
-                        saved_version=content["version"],
-                        format=FORMAT,
-                        version=VERSION,
-                        remedy=remedy,
-                    )
-                )
-            if _digest(content) != expected_hash:
-                raise UserError(
-                    tr(
-                        "{path} is damaged: its content does not have the SHA-256 "
-                        "{expected_hash}. {remedy}",
-                        path=path,
-                        expected_hash=expected_hash,
-                        remedy=remedy,
-                    )
-                )
             ranks = [base64.b64decode(token, validate=True) for token in content["ranks"]]
-            if sum(len(token) ** 2 for token in ranks) > MOST_MERGING:
-                longest = max(map(len, ranks))
-                raise ValueError(
-                    tr(
-                        "its tokens are too long, the longest has {longest:,} bytes",
-                        longest=longest,
-                    )
-                )
+            _check_lengths(ranks)
             return cls(ranks, content["pattern"], content["regex"], content["specials"])
         except UserError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as failure:
-            raise UserError(
-                tr(
-                    "{path} is damaged: {failure!r}. {remedy}",
-                    path=path,
-                    failure=failure,
-                    remedy=remedy,
-                )
-            ) from failure
+            raise _damaged(path, repr(failure), remedy) from failure
 
     def export(self, folder: Path) -> list[Path]:
         """Write the vocabulary in the formats of other libraries, and return the paths.
@@ -462,12 +383,101 @@ class Tokenizer:
         """
 
 
+# --- checks of vocabularies ----------------------------------------------------------------------
+
+
+def _check_request(vocab_size: int, pattern: str) -> None:
+    """Raise UserError (exit code 2) if no tokenizer can be trained with these settings."""
+    if pattern not in PATTERNS:
+        names = ", ".join(PATTERNS)
+        raise UserError(
+            tr(
+                "--pattern must be one of {names}, got {pattern!r}",
+                names=names,
+                pattern=pattern,
+            ),
+            exit_code=2,
+        )
+    smallest_size = BYTES + len(ROLES)
+    if vocab_size < smallest_size:
+        raise UserError(
+            tr(
+                "the vocabulary must hold at least {smallest_size} tokens ({bytes} bytes "
+                "and {roles_count} special tokens), got {vocab_size}; choose a larger "
+                "--vocab_size",
+                smallest_size=smallest_size,
+                bytes=BYTES,
+                roles_count=len(ROLES),
+                vocab_size=vocab_size,
+            ),
+            exit_code=2,
+        )
+    if vocab_size > MOST_TOKENS:
+        raise UserError(
+            tr(
+                "--vocab_size must be at most {most_tokens:,}, got {vocab_size:,}",
+                most_tokens=MOST_TOKENS,
+                vocab_size=vocab_size,
+            ),
+            exit_code=2,
+        )
+
+
+def _read_content(path: Path, remedy: str) -> dict[str, Any]:
+    """Return what tokenizer.json holds, once its format and its hash have been checked.
+
+    Raises UserError, which tells the `remedy`, if the file is damaged or of another format.
+    """
+    try:
+        content = read_json(path)
+        expected_hash = content.pop("sha256")
+        saved_format = (content["format"], content["version"])
+    except UserError as failure:
+        raise _damaged(path, str(failure.__cause__), remedy) from failure
+    except (KeyError, TypeError, AttributeError) as failure:
+        raise _damaged(path, repr(failure), remedy) from failure
+    if saved_format != (FORMAT, VERSION):
+        raise UserError(
+            tr(
+                "{path} has format {saved_format} {saved_version}, but this program reads "
+                "{format} {version}. {remedy}",
+                path=path,
+                saved_format=saved_format[0],
+                saved_version=saved_format[1],
+                format=FORMAT,
+                version=VERSION,
+                remedy=remedy,
+            )
+        )
+    if _digest(content) != expected_hash:
+        cause = tr(
+            "its content does not have the SHA-256 {expected_hash}", expected_hash=expected_hash
+        )
+        raise _damaged(path, cause, remedy)
+    return content
+
+
+def _check_lengths(ranks: Sequence[bytes]) -> None:
+    """Raise ValueError if it would take too long to find how the tokens were merged."""
+    if sum(len(token) ** 2 for token in ranks) > MOST_MERGING:
+        longest = max(map(len, ranks))
+        raise ValueError(
+            tr("its tokens are too long, the longest has {longest:,} bytes", longest=longest)
+        )
+
+
+def _damaged(path: Path, cause: str, remedy: str) -> UserError:
+    return UserError(
+        tr("{path} is damaged: {cause}. {remedy}", path=path, cause=cause, remedy=remedy)
+    )
+
+
 def _digest(content: dict[str, Any]) -> str:
     """Return the SHA-256 of a vocabulary's content, whatever the layout of the file."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-# --- checks of texts and turns -------------------------------------------------------------------
+# --- texts and turns -----------------------------------------------------------------------------
 
 
 def _all_short(texts: Sequence[str]) -> bool:
@@ -478,44 +488,6 @@ def _pieces(text: str) -> Iterator[str]:
     """Yield a text in pieces that are short enough for the regular expression."""
     for start in range(0, len(text), LONGEST_TEXT):
         yield text[start : start + LONGEST_TEXT]
-
-
-def _checked(texts: Iterable[str]) -> Iterator[str]:
-    """Yield training texts, the long ones in pieces, after checking that they are valid Unicode.
-
-    Raises UserError if one is not a string or not valid Unicode.
-    """
-    for number, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise UserError(
-                tr(
-                    "training texts must be strings, but document {number} is {kind}. "
-                    "Convert or remove it.",
-                    number=number,
-                    kind=type(text).__name__,
-                )
-            )
-        _check_unicode(text, f"document {number}")
-        yield from _pieces(text)
-
-
-def _check_unicode(text: str, name: str) -> None:
-    """Raise UserError if a training text holds half of a surrogate pair."""
-    if text.isascii():
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError as failure:
-        raise UserError(
-            tr(
-                "training text must be valid Unicode, but {name} has half of a surrogate "
-                "pair (U+{code:04X}) at character {start}. Remove that character and try "
-                "again.",
-                name=name,
-                code=ord(text[failure.start]),
-                start=failure.start,
-            )
-        ) from None
 
 
 def _alternating_turns(conversation: Conversation) -> tuple[Message, ...]:

@@ -167,21 +167,13 @@ def train(cfg: Config, compute: Compute) -> None:
     rows = dataloader.split_rows(corpus, tokenizer, "train", shape.sequence_len, cfg.run.seed)
     val_rows = dataloader.split_rows(corpus, tokenizer, "val", shape.sequence_len)
     rows_read = steps * batch.rows_per_step
-    table = dataloader.mixture_table(corpus, rows, rows_read)
-    facts = table | dropped_summary(corpus.corpora)
     sizes.tell_epochs(corpus.name, rows.count, shape.sequence_len, steps, batch.rows_per_step)
+    mixture = sizes.mixture_table(corpus, rows, rows_read)
+    sizes.tell_mixture(mixture)
+    data_figures = {"rows": mixture} if mixture else {}
+    data_figures |= dropped_summary(corpus.corpora)
     shape = sizes.keep_bigrams(shape, cfg.shape.bigram_rows, rows_read / rows.count)
     warn_of_missing(corpus.name)
-    for part in facts.get("rows", []):
-        log(
-            tr(
-                "  {corpus}: {share} of the rows, {rows_read:,}, {epochs:.2f} epochs",
-                corpus=part["corpus"],
-                share=part["share"],
-                rows_read=part["rows read"],
-                epochs=part["epochs"],
-            )
-        )
 
     # fp32 masters, sharded over the ranks; AdamW for tables and scalars, Muon for matrices
     model = on_meta(shape, compute)
@@ -204,7 +196,7 @@ def train(cfg: Config, compute: Compute) -> None:
     plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)
     warmup = schedule.warmup_steps(cfg.schedule.warmup_steps, steps)
 
-    with Run(folder, plan, model, tokenizer, optimizers, cfg.run, compute, facts) as run:
+    with Run(folder, plan, model, tokenizer, optimizers, cfg.run, compute, data_figures) as run:
         batch = probe.fit(batch, model, optimizers, shape.sequence_len, compute)
         fast = run.prepare(rows, batch)
         batches = run.batches(rows, batch)

@@ -19,7 +19,6 @@ from nanochat import schedule
 from nanochat.checkpoint_manager.files import latest_step
 from nanochat.checkpoint_manager.locate import checkpoint_dir, find_parent
 from nanochat.common import UserError, log, tr
-from nanochat.context import model_arguments
 from nanochat.dataloader import epoch_numbers
 from nanochat.device import Compute
 from nanochat.evals.chat import evaluate
@@ -31,7 +30,7 @@ from nanochat.rl.policy import PolicyFlags
 from nanochat.rl.rewards import Rewards, mean_reward
 from nanochat.rl.sampler import Sampler, reference_of
 from nanochat.rl.start import Start, open_published, open_tuned
-from nanochat.rl.trees import over_trees
+from nanochat.rl.trees import model_arguments, over_trees
 from nanochat.run import Plan, Run, launch, load_parent, open_folder
 from nanochat.step import NO_UPDATE
 from nanochat.tokenizer import Tokenizer
@@ -103,7 +102,7 @@ class Config:
     init_lr_frac: float = 0.05
     """factor on the learning rates of a model that was pretrained here, which then fall linearly to 0"""
     adapter: AdapterFlags = AdapterFlags()
-    """what is trained of a published model"""
+    """which parameters of a published model are trained"""
     eval_every: Free[Rare[int]] = 60
     """steps between measurements on held-out problems; 0: measure only before the first step and at the end"""
     eval_examples: Free[Rare[int]] = 400
@@ -216,8 +215,8 @@ def train(cfg: Config, compute: Compute) -> None:
     start = open_start(cfg, compute)
     tag = cfg.stage.own_tag(start.name, cfg.problems)
     corpus = cfg.stage.data or start.corpus or ""
-    facts = {"parent": start.identity, "corpus": corpus, **rewards.facts}
-    folder = open_folder("rl", tag, cfg, cfg.run, compute, **facts)
+    identity = {"parent": start.identity, "corpus": corpus, **rewards.fingerprint}
+    folder = open_folder("rl", tag, cfg, cfg.run, compute, **identity)
     log(
         tr(
             "rl: training {start}; checkpoints go to {path}",
@@ -254,7 +253,7 @@ def train(cfg: Config, compute: Compute) -> None:
 
     sampler = Sampler(model, compute)
     reference = None
-    if cfg.policy.kl:  # of the weights before RL, whichever checkpoint is loaded later
+    if cfg.policy.kl:  # a copy of the weights before RL, before a checkpoint is loaded
         reference = reference_of(model, sampler, compute)
     sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens, cfg.run.seed)
     greedy = Sampling(temperature=0.0, max_tokens=cfg.max_new_tokens)

@@ -201,7 +201,7 @@ def check_starts(cfg: Config) -> None:
 
 
 def check_origins(cfg: Config) -> None:
-    """Raise UserError (exit code 2) if a site of --allow_origin is no site or needs a key."""
+    """Raise UserError (exit code 2) if a value of --allow_origin is not a site or needs a key."""
     for origin in cfg.allow_origin:
         site = urlsplit(origin)
         is_site = site.scheme in ("http", "https") and site.netloc

@@ -26,7 +26,6 @@ from nanochat.checkpoint_manager.same_run import BEFORE_FLAGS
 from nanochat.common import UserError, log, tr
 from nanochat.context import Packed
 from nanochat.data.sources.listing import name_of
-from nanochat.dataloader import chat_rows
 from nanochat.device import Compute, seed_all
 from nanochat.evals.preferences import PreferenceLoss, add_references
 from nanochat.meter import listed
@@ -42,6 +41,7 @@ from nanochat.prepare.conversations import conversation_lengths
 from nanochat.prepare.plan import TooLong
 from nanochat.run import Plan, Run, launch, open_folder
 from nanochat.train import replay, sizes
+from nanochat.train.chat_rows import chat_rows
 from nanochat.train.fit import probe
 from nanochat.train.flags import (
     Auto,
@@ -312,6 +312,13 @@ def pass_loss(
     return sums[0], sums[1:]
 
 
+def figure_names(preference: PreferenceLoss | None, replays: bool) -> tuple[str, ...]:
+    """Return the names of the figures that pass_loss() sums."""
+    if replays:
+        return replay.FIGURES
+    return preference.figures if preference else ()
+
+
 def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune a model, resuming from any checkpoint that --resume selects."""
     begun = begun_settings(checkpoint_dir("tune", cfg.tag), cfg.run.resume, compute)
@@ -399,15 +406,15 @@ def train(cfg: Config, compute: Compute) -> None:
     tuning = Tuning(
         model.config,
         lora,
-        1 if batch.probe else batch.device_batch_size,
-        batch.passes > 1,
-        cfg.recomputes,
-        cfg.offload_activations,
-        cfg.run.shard,
-        compute.world_size,
-        dtype_name(compute.dtype),
-        not compute.platform.has_own_memory,
-        cfg.adapter.base_bits,
+        rows=1 if batch.probe else batch.device_batch_size,
+        several_passes=batch.passes > 1,
+        checkpoint_activations=cfg.recomputes,
+        offload_activations=cfg.offload_activations,
+        shard=cfg.run.shard,
+        ranks=compute.world_size,
+        dtype=dtype_name(compute.dtype),
+        on_host=not compute.platform.has_own_memory,
+        base_bits=cfg.adapter.base_bits,
     )
     check_fits(tuning, model, compute, always=cfg.forecast)
     if cfg.forecast:
@@ -424,7 +431,7 @@ def train(cfg: Config, compute: Compute) -> None:
     val_tokens = 20 * batch.tokens_per_step
     validation = Validation(val_rows, val_tokens, model, base.tokenizer, 0, compute)
     plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)
-    names = replay.FIGURES if replay_every else preference.figures if preference else ()
+    names = figure_names(preference, replay_every > 0)
 
     def summed_loss(fast: nn.Module, *tensors: Tensor) -> Tensor:
         return pass_loss(preference, fast, *tensors)[0]

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from nanochat import schedule
 from nanochat.common import log
 from nanochat.data.traits import traits
-from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
 from nanochat.optim import Rates
 from nanochat.run import Plan, Run, launch, load_parent, open_folder, parent_of
 from nanochat.train import sizes, task_scores
+from nanochat.train.chat_rows import chat_rows
 from nanochat.train.fit import probe
 from nanochat.train.flags import (
     BatchFlags,

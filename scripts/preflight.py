@@ -21,7 +21,7 @@ from nanochat.device import Compute
 from nanochat.evals.core import find_bundle
 from nanochat.gpt import GPT
 from nanochat.model import Model
-from nanochat.optim import Rates, saved_bytes
+from nanochat.optim import Rates
 from nanochat.planner.expected import at_usual_speed, rates_here
 from nanochat.planner.plan import batch_of, plan_of
 from nanochat.planner.work import size_of_model
@@ -29,6 +29,7 @@ from nanochat.runtime import progress
 from nanochat.runtime.progress import amount, duration
 from nanochat.train import sizes
 from nanochat.train.fit import disk
+from nanochat.train.fit.disk import saved_bytes
 from nanochat.train.flags import Auto
 from tasks.mixtures import curriculum
 from tasks.needs import answers, repos

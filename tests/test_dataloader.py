@@ -15,12 +15,13 @@ from nanochat.data.conversation import chat
 from nanochat.data.corpora import Corpus
 from nanochat.data.mixing import Data
 from nanochat.data.shards import write_shards
-from nanochat.dataloader import IGNORED, MixedRows, Rows, Source, blend, epoch_order, make_step, mixture_table, steps
+from nanochat.dataloader import IGNORED, MixedRows, Rows, Source, blend, epoch_order, make_step, steps
 from nanochat.prepare.conversations import prepare_conversations
 from nanochat.prepare.documents import prepare_documents
 from nanochat.prepare.plan import plan
 from nanochat.prepare.token_files import TokenSet
 from nanochat.tokenizer import Tokenizer
+from nanochat.train.sizes import mixture_table
 from tests.support.tiny_model import on_cpu
 
 DOCUMENTS = [f"Document {i} says {'ha ' * (i * 7 % 40)}and 第{i}号。" for i in range(400)]
@@ -238,10 +239,10 @@ def test_an_epoch_of_a_mixture_ends_with_the_first_set_that_was_seen_whole(docum
 def test_the_report_gets_a_row_for_each_corpus_of_a_mixture(documents, chats):
     a, b = Corpus("a", Path()), Corpus("b", Path())
     sources = three_sets(documents, chats)[:2]
-    table = mixture_table(Data((a, b), (7, 3)), MixedRows(sources, (7, 3)), 200)["rows"]
+    table = mixture_table(Data((a, b), (7, 3)), MixedRows(sources, (7, 3)), 200)
     assert [(row["corpus"], row["share"], row["rows read"]) for row in table] == [("a", "70 %", 140), ("b", "30 %", 60)]
     assert [row["epochs"] for row in table] == [140 / sources[0].count, 60 / sources[1].count]
-    assert mixture_table(Data((a,)), sources[0], 200) == {}
+    assert mixture_table(Data((a,)), sources[0], 200) == []
 
 
 def test_micro_batches_have_the_device_batch_size_and_the_rest_comes_last(documents):

@@ -141,8 +141,8 @@ def test_stop_tokens_end_a_reply_and_min_tokens_put_the_end_off(model):
 def test_samples_of_a_prompt_differ_and_the_first_is_the_only_ones(model):
     prompt, sampling = words(40, 23), Sampling(1.0, 50, 12, 99)
     engine = Engine(model, TOKENIZER, slots=3)
-    found = heard(engine, engine.submit_samples(prompt, sampling, 5))
-    (alone,) = replies(Engine(model, TOKENIZER), [(prompt, sampling)])
+    found = engine.generate([prompt], sampling, samples=5)
+    (alone,) = Engine(model, TOKENIZER).generate([prompt], sampling)
     tokens = [tuple(reply.tokens) for reply in found]
     assert list(tokens[0]) == alone.tokens and len(set(tokens)) == 5
     assert engine.prompt_tokens_read == 39
@@ -165,8 +165,6 @@ def test_what_cannot_be_done_is_refused_at_submit_and_neighbours_go_on(model, pr
     engine.step()
     with pytest.raises(UserError):
         engine.submit(prompt, Sampling(**wrong))
-    with pytest.raises(UserError, match="from 1 to 128"):
-        engine.submit_samples([1], Sampling(), 10**6)
     assert len(engine.step()) == len(engine.step()) == 1 and not engine.busy
 
 

@@ -37,7 +37,7 @@ PUBLISHED_ROW = 2048
 class Loaded:
     """A model that is ready to use, its tokenizer, and where they came from."""
 
-    model: Any  # of any family
+    model: Any  # a model of any family
     tokenizer: Tokenizer
     meta: dict[str, Any]
     stage: str
@@ -217,7 +217,7 @@ def load_model(
     where = step_dir(folder, step)
     meta = read_meta(folder, step)
     values = read_parameters(where)
-    model: Any  # of any family
+    model: Any  # a model of any family
     if "base" in meta:
         model = _load_base(meta, where, compute, dtype, bits)
     elif bits != 16:

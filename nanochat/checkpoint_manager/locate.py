@@ -154,7 +154,7 @@ class Trained:
     tag: str
     step: int
     saved_at: float  # seconds since 1970
-    steps: int | None  # of the whole run; None if meta.json does not say
+    steps: int | None  # steps of the whole run; None if meta.json does not say
 
     @property
     def unfinished(self) -> bool:

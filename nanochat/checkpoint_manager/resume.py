@@ -17,12 +17,13 @@ from nanochat.checkpoint_manager import same_run
 from nanochat.checkpoint_manager.files import read_meta, set_aside, step_dir, steps, sweep, verify
 from nanochat.checkpoint_manager.load import newest_whole
 from nanochat.checkpoint_manager.parts.model import read_parameters
-from nanochat.checkpoint_manager.parts.rank_state import Optimizers, State
+from nanochat.checkpoint_manager.parts.rank_state import Optimizers
 from nanochat.checkpoint_manager.same_run import RunSettings
 from nanochat.common import UserError, log, parse_json, tr
 from nanochat.data.locks import open_regular
 from nanochat.device import Compute, barrier
 from nanochat.runtime import fingerprint, parallel
+from nanochat.runtime.parallel import State
 from nanochat.runtime.tracking import read_metrics
 
 Start = int | Literal["auto", "none"]  # a step, the newest step, or no step

@@ -8,7 +8,7 @@ import base64
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -63,6 +63,44 @@ def encoding_rustbpe() -> Any | None:
     except UserError:
         return None  # `train` reports this; encoding needs only tiktoken
     return module if hasattr(module.Tokenizer, "from_ranks") else None
+
+
+def checked(texts: Iterable[str]) -> Iterator[str]:
+    """Yield training texts unchanged, after checking each of them.
+
+    Raises UserError if one is not a string or not valid Unicode.
+    """
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise UserError(
+                tr(
+                    "training texts must be strings, but document {number} is {kind}. "
+                    "Convert or remove it.",
+                    number=number,
+                    kind=type(text).__name__,
+                )
+            )
+        _check_unicode(text, f"document {number}")
+        yield text
+
+
+def _check_unicode(text: str, name: str) -> None:
+    """Raise UserError if a training text holds half of a surrogate pair."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as failure:
+        raise UserError(
+            tr(
+                "training text must be valid Unicode, but {name} has half of a surrogate "
+                "pair (U+{code:04X}) at character {start}. Remove that character and try "
+                "again.",
+                name=name,
+                code=ord(text[failure.start]),
+                start=failure.start,
+            )
+        ) from None
 
 
 def train(

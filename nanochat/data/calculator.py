@@ -11,7 +11,7 @@ MAX_LENGTH = 256  # characters
 MAX_NODES = 64  # numbers, texts and operations
 MAX_DEPTH = 32  # nested operations
 MAX_MAGNITUDE = 10**40  # the limit for every intermediate value
-SIGNIFICANT_DIGITS = 10  # of a value that is not an integer; its integer part is always exact
+SIGNIFICANT_DIGITS = 10  # for values that are not integers; an integer part is always exact
 
 # Only these words reach the parser: no names, exponents, escapes, f-strings or keywords.
 _WORD = re.compile(

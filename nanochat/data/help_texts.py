@@ -1,7 +1,7 @@
 """Shows the help of a command line, and in Chinese also why a command line is refused.
 
 The catalogue has the Chinese of a flag's docstring, a group's docstring and each paragraph of a
-script's description, all under the context "help". What it lacks stays English.
+script's description, all under the context "help". Texts that it lacks stay English.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def _default(value: str) -> str:
 
 
 def docstrings(config: type[Any]) -> dict[str, str]:
-    """Return the docstring of each field of a configuration, by name; one without has none."""
+    """Return the docstring of each field of a configuration, by name, or "" for lack of one."""
     text_of: dict[str, str] = {}
     for owner in reversed(config.__mro__[:-1]):
         parameters = docstring_parser.parse_from_object(owner).params
@@ -128,10 +128,15 @@ def _in_chinese(page: str) -> str:
     return "\n".join(lines)
 
 
-def show(config: Any, description: str | None, all_flags: bool, read: Callable[..., Any]) -> None:
+def show(
+    config: Any,
+    description: str | None,
+    all_flags: bool,
+    parse: Callable[..., Any],
+) -> None:
     """Print the help of a script and end the process.
 
-    `read` is tyro.cli() with its settings. Unless `all_flags`, rare flags are hidden.
+    `parse` is tyro.cli() with its settings. Unless `all_flags`, rare flags are hidden.
     """
     rare_count = 0 if all_flags else sum(RARE in flag.marks for flag in flags_of(config))
     shown_config = _derived(config, all_flags)
@@ -140,7 +145,7 @@ def show(config: Any, description: str | None, all_flags: bool, read: Callable[.
     target = page if language() == "zh" else sys.stdout
     try:
         with contextlib.redirect_stdout(target):
-            read(shown_config, args=["--help"], description=text or None)
+            parse(shown_config, args=["--help"], description=text or None)
     finally:
         if target is page:
             log(_in_chinese(page.getvalue()))
@@ -159,7 +164,7 @@ def _similar(tokens: Sequence[str], names: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def refusals(config: Any) -> Iterator[None]:
-    """Raise UserError (exit code 2) where tyro would print in English what is wrong in the block."""
+    """Raise UserError (exit code 2) for errors that tyro would print in English within the block."""
     errors = appendix("tyro._errors")
     if errors is None:  # an older tyro
         yield
@@ -178,23 +183,25 @@ def refusals(config: Any) -> Iterator[None]:
                 parts.append(_similar(tokens, names))
             if missing:
                 parts.append(tr("these flags must be given: {flags}.", flags=", ".join(missing)))
-            what = "".join(parts)
+            problem = "".join(parts)
         elif isinstance(event, errors.InvalidChoice):
-            what = tr(
+            problem = tr(
                 "{flag} must be one of {choices}, got {value!r}.",
                 flag=event.argument.display_name(),
                 choices=", ".join(event.choices),
                 value=event.value,
             )
         elif isinstance(event, errors.BadValue):
-            what = tr("{flag} has too few values.", flag=event.argument.display_name())
+            problem = tr("{flag} has too few values.", flag=event.argument.display_name())
         elif isinstance(event, errors.InstantiationFailure):
             flag = event.argument.display_name() if event.argument else ""
             why = event.message.splitlines()[0].rstrip(".")
-            what = tr("{flag} cannot take this value ({why}).", flag=flag, why=why)
+            problem = tr("{flag} cannot take this value ({why}).", flag=flag, why=why)
         else:
             return
-        raise UserError(tr("{what} All flags: {command}", what=what, command=help_command), 2)
+        raise UserError(
+            tr("{problem} All flags: {command}", problem=problem, command=help_command), 2
+        )
 
     with errors.on_parse_error(refuse):
         yield

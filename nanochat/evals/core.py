@@ -52,7 +52,7 @@ MAX_FILES = 1_000
 SHUFFLE_SEED = 1337  # both seeds are the same as upstream's
 EXAMPLES_SEED = 1234
 PROBLEMS_AT_ONCE = 256  # the number of problems to render, tokenise and sort by length together
-COUNTED_PROBLEMS = 8  # of each task, from whose length that of the others is estimated
+COUNTED_PROBLEMS = 8  # problems of each task whose length stands for all
 
 # Kind of task -> the fields of its problems. `gold` is the index of the correct choice or context.
 FIELDS = {

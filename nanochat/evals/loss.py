@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanochat import dataloader
 from nanochat.common import UserError, tr
-from nanochat.context import model_arguments
+from nanochat.context import Packed
 from nanochat.data.mixing import Data
 from nanochat.device import Compute, to_device
 from nanochat.model import Model
@@ -67,13 +67,15 @@ def evaluate_loss(
             target_bytes = torch.where(targets >= 0, bytes_of[targets.clamp_min(0)], 0)  # (B, T)
             is_text = target_bytes > 0
             text_targets = torch.where(is_text, targets, -1)  # a target of -1 has a loss of 0 nats
-            named_extras = zip(step.extras, more, strict=True)
-            extras = {name: to_device(value, compute) for name, value in named_extras}
+            arguments = {}
+            if "documents" in step.extras:
+                documents = more[step.extras.index("documents")]
+                arguments["context"] = Packed(to_device(documents, compute))
             losses = model(
                 to_device(inputs, compute),
                 to_device(text_targets, compute),
                 reduction="none",
-                **model_arguments(extras),
+                **arguments,
             )
             row_nats.append(losses.float().sum(dim=1))
             token_count += int(is_text.sum())

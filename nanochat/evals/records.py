@@ -10,7 +10,7 @@ from nanochat import device
 from nanochat.common import UserError, base_dir, parse_json, to_json, tr, write_atomic
 from nanochat.device import Compute
 
-Fields = Mapping[str, Any]  # of a JSON object
+Fields = Mapping[str, Any]  # a JSON object
 
 
 def records_dir(stage: str, tag: str, step: int) -> Path:

@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat.common import atomic_path, tr, warn
-from nanochat.dataloader import PackedRows
+from nanochat.dataloader import Rows
 from nanochat.device import Compute, to_device
 from nanochat.runtime import parallel, signals
 from nanochat.runtime.progress import Progress
@@ -81,7 +81,7 @@ def _load(path: Path, shape: tuple[int, ...]) -> Scores | None:
 
 @torch.no_grad()
 def row_scores(
-    rows: PackedRows,
+    rows: Rows,
     model: nn.Module,
     score: Callable[..., Tensor],  # takes the tensors of a batch on the device, returns (B, ...)
     batch_rows: int,

@@ -29,7 +29,7 @@ class GGUFFile:
         part of a model, or if the package `gguf` is missing.
         """
         if not path.is_file():
-            raise UserError(tr("{path} is no file: name a GGUF file", path=path), exit_code=2)
+            raise UserError(tr("{path} is not a file: name a GGUF file", path=path), exit_code=2)
         with open(path, "rb") as file:
             begins_right = file.read(4) == b"GGUF"
         if not begins_right:

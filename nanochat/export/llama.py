@@ -22,7 +22,7 @@ from nanochat.models.rope import rotary_divisors
 
 # llama.cpp's codes for file types.
 FILE_TYPES = {"float32": 0, "float16": 1, "q8_0": 7, "bfloat16": 32}
-QUANTIZATION_VERSION = 2  # of ggml's quantized formats
+QUANTIZATION_VERSION = 2  # version of ggml's quantized formats
 # Our name for a parameter outside the layers -> llama.cpp's name.
 OUTER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -52,7 +52,7 @@ LAYER_NAMES = {
 }
 # The same for parameters that have no module of their own.
 PARAMETER_NAMES = {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"}
-ROPE_DIVISORS = "rope_freqs.weight"  # of Llama 3; a tensor that is no parameter
+ROPE_DIVISORS = "rope_freqs.weight"  # a tensor of Llama 3 that is not a parameter
 ROPE_ORIGINAL = "rope.scaling.original_context_length"
 
 
@@ -273,7 +273,7 @@ def _log_unrounded(plan: Sequence[PlannedTensor]) -> None:
         log(
             tr(
                 "stored in fp16, as llama.cpp does it, and not in q8_0: every matrix whose row "
-                "length is no multiple of {numbers}, such as {name} with {length} ({count} of "
+                "length is not a multiple of {numbers}, such as {name} with {length} ({count} of "
                 "{total} tensors)",
                 numbers=q8_0.NUMBERS,
                 name=unrounded[0].name,

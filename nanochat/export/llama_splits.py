@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Steps that are no regular expressions: single digits, and the splitter of GPT-2.
+# Steps that are not regular expressions: single digits, and the splitter of GPT-2.
 DIGITS = "digits"
 GPT2 = "gpt2"
 

@@ -133,7 +133,7 @@ class Adapters:
         return self._rows
 
     def _rows_of(self, numbers: tuple[int, ...]) -> _Rows:
-        """Return the _Rows of a pass whose rows have these adapter indices, on the device."""
+        """Return the _Rows on the device for a pass whose rows use the adapters at these indices."""
         index = torch.tensor(numbers)
         owners = torch.arange(self._count).repeat_interleave(self._rank)
         mask = (index[:, None] == owners).to(self._dtype)

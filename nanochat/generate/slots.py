@@ -22,6 +22,7 @@ from nanochat.generate.adjust import History
 from nanochat.generate.reply import Calls, Scored, StoppedReply
 from nanochat.generate.sampling import Sampling
 
+CHUNK = 512  # most tokens of one prompt in a prefill pass
 MIN_PREFIX = 16  # a shorter common prefix is not worth copying
 # The states of recurrent layers cannot be shortened, so a prompt's are saved every 256 tokens.
 STATE_INTERVAL = 256
@@ -146,6 +147,7 @@ class Slots:
         # One entry per slot. Slots after the active ones hold cached tokens of finished requests.
         self.requests: list[Request | None] = [None] * total
         self.active = 0
+        self.reused_tokens = 0  # prompt tokens that requests have taken from other requests
         self._clock = itertools.count(1)
 
     @property
@@ -275,7 +277,9 @@ class Slots:
                 self.cache.cut(slot, length, donor.tokens[length - 1])
             else:
                 self.cache.restore(slice(slot, slot + 1), donor.saved_states[length])
-        request.reused += length - request.cached
+        reused = length - request.cached
+        request.reused += reused
+        self.reused_tokens += reused
         request.cached = length
         request.prompt_scores = donor.prompt_scores[:length]
         states = donor.saved_states.items()
@@ -360,6 +364,66 @@ class Slots:
         for slot in range(self.active, len(self.requests)):
             self._drop(slot)
 
+    # --- reading prompts -------------------------------------------------------------------------
+
+    def shortest_first(self, first: int) -> None:
+        """Let the shortest prompt from slot `first` on, which is to be read next, be read first.
+
+        The prompt that waits for it waits at most for as many tokens as it has itself, and for none
+        that save less than half of its wait, since exchanging slots copies what they hold.
+        """
+        waiting = self.running[first:]
+        shortest = min(waiting, key=lambda request: request.unread)
+        gives_way = waiting[0]
+        let_pass = gives_way.let_pass + shortest.unread
+        if 2 * shortest.unread < gives_way.unread and let_pass <= gives_way.prompt_length:
+            gives_way.let_pass = let_pass
+            self._swap(first, first + waiting.index(shortest))
+
+    def prefill_shape(self, first: int, budget: int) -> tuple[int, int]:
+        """Return the number of rows and columns of the next prefill pass, from slot `first` on.
+
+        The pass has at most `budget` tokens, at most half of them padding.
+        """
+        requests = self.running[first:]
+        columns = min(self.chunk_end(requests[0]) - requests[0].cached, CHUNK, budget)
+        count = 1
+        real_tokens = columns
+        for slot, request in enumerate(requests[1:], first + 1):
+            if (count + 1) * columns > budget:
+                break
+            self.share(slot)
+            tokens = min(self.chunk_end(request) - request.cached, CHUNK)
+            if tokens <= 0:  # the whole prompt is cached
+                break
+            if any(self.will_share(request, earlier) for earlier in requests[:count]):
+                break  # the common prefix is copied, not computed twice
+            wider = max(columns, tokens)
+            padded_area = (count + 1) * wider
+            if padded_area > budget or padded_area > 2 * (real_tokens + tokens):
+                break
+            count += 1
+            columns = wider
+            real_tokens += tokens
+        # A padded row must not run past the end of the cache: the rest of a long prompt waits for
+        # the next pass.
+        room = min(self.cache.length - request.cached for request in requests[:count])
+        return count, min(columns, room)
+
+    def chunk_end(self, request: Request) -> int:
+        """Return the last position at which the request's next chunk may end.
+
+        The last token of a prompt is left to the first decoding pass. If the states of a slot
+        cannot be cut, they are saved every 256 tokens (STATE_INTERVAL), and where the prompt leaves
+        the common beginning with another one, so a chunk ends there.
+        """
+        end = request.prompt_length - 1
+        if self.cache.cuts_anywhere:
+            return end
+        if request.cached < request.branch < end:
+            end = request.branch
+        return min(end, (request.cached // STATE_INTERVAL + 1) * STATE_INTERVAL)
+
     def save_states(self, slot: int) -> None:
         """Save the states of a slot that a later prompt may begin with.
 
@@ -399,6 +463,8 @@ class Slots:
         self.cache.restore(slice(slot, slot + 1), [state[slot : slot + 1] for state in states])
         request.cached = before
 
+    # --- the contents of slots --------------------------------------------------------------------
+
     def _drop(self, slot: int) -> None:
         """Empty a slot."""
         self.requests[slot] = None
@@ -408,20 +474,6 @@ class Slots:
         """Copy the contents of a slot, with its request, over those of another one."""
         self.requests[target] = self.requests[source]
         self.cache.copy(source, target, self._cached(source))
-
-    def shortest_first(self, first: int) -> None:
-        """Let the shortest prompt from slot `first` on, which is to be read next, be read first.
-
-        The prompt that waits for it waits at most for as many tokens as it has itself, and for none
-        that save less than half of its wait, since exchanging slots copies what they hold.
-        """
-        waiting = self.running[first:]
-        shortest = min(waiting, key=lambda request: request.unread)
-        gives_way = waiting[0]
-        let_pass = gives_way.let_pass + shortest.unread
-        if 2 * shortest.unread < gives_way.unread and let_pass <= gives_way.prompt_length:
-            gives_way.let_pass = let_pass
-            self._swap(first, first + waiting.index(shortest))
 
     def _swap(self, slot: int, other: int) -> None:
         """Exchange the contents of two slots, either of which may be empty.

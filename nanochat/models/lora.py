@@ -153,7 +153,7 @@ PATHS = {"gate_up_proj": "base_layer", "down_proj": ""}
 
 
 def stack_of(module: str) -> str | None:
-    """Return the name of the stack whose factors a module holds, or None if it is no stack's.
+    """Return the name of the stack whose factors a module holds, or None if it holds none.
 
     The module of ...experts.down_proj is ...experts, for example.
     """

@@ -45,7 +45,8 @@ LEVELS = (
     0.7229568362236023,
     1.0,
 )
-DECADES = 7  # of the levels for scales
+DECADES = 7  # the levels for scales span seven powers of ten
+TINY = 2.0**-126  # the smallest normal fp32 number keeps a block of zeros from dividing by zero
 
 
 def scale_levels() -> Tensor:  # (256,) fp32, ascending
@@ -73,7 +74,7 @@ def nearest(x: Tensor, levels: Tensor) -> Tensor:  # (...), (L,) on the host -> 
 
 
 class Tables(nn.Module):
-    """The tables that all 4-bit matrices of a model look up. They are empty until fill()."""
+    """The look-up tables that all 4-bit matrices of a model share; they are empty until fill()."""
 
     pairs: Tensor
     scales: Tensor
@@ -83,22 +84,24 @@ class Tables(nn.Module):
         super().__init__()
         self.dtype = dtype
         # A byte holds two codes. Their two weights are looked up together, as one integer.
-        whole = torch.int32 if dtype.itemsize == 2 else torch.int64
-        self.register_buffer("pairs", torch.empty(256, dtype=whole), persistent=False)
+        pair_dtype = torch.int32 if dtype.itemsize == 2 else torch.int64
+        self.register_buffer("pairs", torch.empty(256, dtype=pair_dtype), persistent=False)
         self.register_buffer("scales", torch.empty(256), persistent=False)
 
     def fill(self) -> None:
         """Set the values of the tables, on the device that they are on."""
         levels = torch.tensor(LEVELS).to(self.dtype)
-        both = torch.stack((levels.repeat_interleave(16), levels.repeat(16)), dim=1)
-        self.pairs.copy_(both.view(self.pairs.dtype).flatten())
+        first = levels.repeat_interleave(16)  # the weight in the upper half of each byte
+        second = levels.repeat(16)
+        weights = torch.stack((first, second), dim=1)  # (256, 2)
+        self.pairs.copy_(weights.view(self.pairs.dtype).flatten())
         self.scales.copy_(scale_levels())
 
 
 class Nf4(nn.Module):
-    """A matrix in 4 bits, and the product with it: the `multiply` hook of a Linear.
+    """A matrix in 4 bits, which serves as the `multiply` hook of a Linear.
 
-    The number of its inputs is a multiple of 64.
+    The number of inputs must be a multiple of 64 (BLOCK).
     """
 
     codes: Tensor
@@ -123,19 +126,20 @@ class Nf4(nn.Module):
 
     @property
     def rows_at_a_time(self) -> int:
-        """The number of rows that are dense at the same time."""
+        """The largest number of rows that are dequantised at the same time."""
         return max(CHUNK // self.shape[1], 1)
 
     @property
     def is_finite(self) -> bool:
-        """Whether the values that fill() got were neither NaN nor infinite."""
+        """Whether all values that fill() quantised were finite."""
         return bool(self.scale_mean.isfinite())
 
     @torch.no_grad()
     def fill(self, rows: Callable[[int, int], Tensor]) -> None:
-        """Quantise a matrix, of which `rows(first, count)` returns some rows in any float format.
+        """Quantise a matrix, reading it row by row, so that it is never whole on the device in fp32.
 
-        Only some rows are on the device in 32 bits at the same time.
+        `rows(first, count)` returns `count` rows of the matrix from row `first` on, in any float
+        format.
         """
         self.tables.fill()
         levels = torch.tensor(LEVELS)
@@ -148,19 +152,19 @@ class Nf4(nn.Module):
             largest = dense.abs().amax(dim=1)
             begin = first * blocks_per_row
             scales[begin : begin + len(largest)] = largest
-            dense = dense * (1 / largest.clamp_min(torch.finfo(torch.float32).tiny))[:, None]
-            codes = nearest(dense, levels).view(count, inputs)
+            relative = dense * (1 / largest.clamp_min(TINY))[:, None]
+            codes = nearest(relative, levels).view(count, inputs)
             self.codes[first : first + count] = codes[:, ::2] * 16 + codes[:, 1::2]
         self._fill_scales(scales, outputs * blocks_per_row)
 
     def _fill_scales(self, scales: Tensor, count: int) -> None:
-        """Quantise the scales of all blocks, of which the last ones after `count` are padding."""
+        """Quantise the scales of all blocks; those after the first `count` are padding."""
         self.scale_mean.copy_(scales[:count].mean())
         scales[:count] -= self.scale_mean
         grouped = scales.view(self.scale_codes.shape)
         largest = grouped.abs().amax(dim=1, keepdim=True)
         self.scale_scales.copy_(largest)
-        relative = grouped / largest.clamp_min(torch.finfo(torch.float32).tiny)
+        relative = grouped / largest.clamp_min(TINY)
         self.scale_codes.copy_(nearest(relative, scale_levels()))
 
     def scales(self) -> Tensor:  # (outputs, inputs / 64) in the format of the dense rows
@@ -173,7 +177,7 @@ class Nf4(nn.Module):
         return scales.flatten()[: outputs * blocks].view(outputs, blocks).to(self.tables.dtype)
 
     def dense_rows(self, first: int, scales: Tensor) -> Tensor:  # (rows, inputs)
-        """Return some rows of the dequantised matrix, of which `first` is the first."""
+        """Return the next `rows_at_a_time` rows of the dequantised matrix, from row `first` on."""
         codes = self.codes[first : first + self.rows_at_a_time]
         row_scales = scales[first : first + self.rows_at_a_time]
         pairs = self.tables.pairs.index_select(0, codes.flatten().int())
@@ -195,7 +199,7 @@ class Nf4(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """The product with a matrix that is frozen, so that only the input gets a gradient."""
+    """Computes the product with a frozen matrix, so that only the input gets a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Nf4) -> Tensor:  # (..., inputs) -> (..., outputs)
@@ -221,8 +225,8 @@ class _Product(torch.autograd.Function):
 def hold_in_nf4(model: nn.Module, dtype: torch.dtype) -> None:
     """Replace the matrices in a model's layers by empty 4-bit ones, which nf4_matrices() lists.
 
-    Matrices whose inputs are no multiple of 64 stay as they are, and so do tables. The products
-    are computed in `dtype`. On the meta device, nothing takes memory.
+    Tables stay as they are, and so do matrices whose number of inputs is not a multiple of 64. The
+    products are computed in `dtype`. On the meta device, nothing takes memory.
     """
     tables = None
     for module in model.modules():
@@ -234,7 +238,7 @@ def hold_in_nf4(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def nf4_entries(model: nn.Module) -> int:
-    """Return the number of a model's weights that are held in 4 bits."""
+    """Return the number of weights that a model stores in 4 bits."""
     return sum(math.prod(matrix.shape) for matrix in nf4_matrices(model).values())
 
 

@@ -60,7 +60,7 @@ def _unchanged_yarn(config: QwenConfig, device: torch.device) -> Tensor:  # (R /
     c = config
 
     def channel_at(turns: float) -> float:
-        """Return the index of the frequency that makes so many turns in the original context."""
+        """Return the index of the frequency that makes `turns` turns in the original context."""
         frequency = 2 * math.pi * turns / c.rope_original
         return -c.rotated / 2 * math.log(frequency, c.rope_theta)
 

@@ -40,10 +40,10 @@ def of_model(model: Any, rows: int, passes: int, compute: Compute) -> float | No
     On each rank, the step has `passes` passes over `rows` rows. Returns None if the model is not a
     GPT, or if the rates of the card are unknown. Raises UserError as rates_here() does.
     """
-    here = rates_here(compute)
-    if here is None or not isinstance(model, GPT):
+    card = rates_here(compute)
+    if card is None or not isinstance(model, GPT):
         return None
-    chip, rates = here
+    chip, rates = card
     size = size_of_model(model)
     step = step_of(size, rows, passes, compute.world_size, rates, program_of(chip.name))
     return step.seconds
@@ -54,10 +54,10 @@ def of_tuning(tuning: Tuning, passes: int, compute: Compute) -> float | None:
 
     Returns None if the rates of the card are unknown. Raises UserError as rates_here() does.
     """
-    here = rates_here(compute)
-    if here is None:
+    card = rates_here(compute)
+    if card is None:
         return None
-    chip, rates = here
+    chip, rates = card
     program = program_for(tuning, chip.name)
     return tuning_step_of(tuning, passes * tuning.rows, rates, program).seconds
 

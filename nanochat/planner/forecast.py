@@ -49,13 +49,13 @@ class Tuning:
 
     shape: QwenConfig  # its sequence_len is the length of a row
     lora: LoraConfig | None  # None: every parameter is trained
-    rows: int = 1  # of a pass on one rank
+    rows: int = 1  # rows of a pass on one rank
     several_passes: bool = False  # whether gradients of several passes add up in a step
     checkpoint_activations: bool = False
     offload_activations: bool = False
     shard: parallel.Sharding = "grad"
     ranks: int = 1
-    dtype: str = "bfloat16"  # of the computation
+    dtype: str = "bfloat16"  # number format of the computation
     on_host: bool = False  # whether the device is the host, whose memory offloading would not save
     base_bits: int = 16  # 4: the frozen matrices are in NF4
 
@@ -135,7 +135,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.now = 0
         self.peak = 0
-        self._bytes: dict[int, int] = {}  # of each living storage
+        self._bytes: dict[int, int] = {}  # living storage -> its size
 
     def __torch_dispatch__(
         self,

@@ -7,11 +7,11 @@ from pathlib import Path
 from nanochat.common import base_dir, log, tr
 from nanochat.device import Compute
 from nanochat.models.qwen.model import Qwen
-from nanochat.optim import OneRate, saved_bytes
+from nanochat.optim import OneRate
 from nanochat.planner import expected
 from nanochat.planner.forecast import Tuning
 from nanochat.runtime.progress import amount, duration
-from nanochat.train.fit.disk import of_checkpoints
+from nanochat.train.fit.disk import of_checkpoints, saved_bytes
 from nanochat.train.sizes import Batch, check_disk
 
 

@@ -32,9 +32,9 @@ class Plan:
     size: Size
     ranks: int
     rows_that_fit: int
-    rows: int  # of a pass on one card
+    rows: int  # rows of a pass on one card
     passes: int
-    tokens: float  # of pretraining
+    tokens: float  # tokens of pretraining
     memory: float  # bytes of one card, at most
     disk: float  # bytes of a whole speedrun, at most
     step: Step | None
@@ -115,7 +115,7 @@ def plan_of(
             exit_code=2,
         )
     fitting_rows = sizes.rows_that_fit(chip.memory_gib * 2**30, size.shape, size.parameters)
-    rows_of_card = batch // unit  # of a step
+    rows_of_card = batch // unit  # rows of a step
     rows = min(fitting_rows, rows_of_card)
     while rows_of_card % rows:
         rows -= 1

@@ -31,7 +31,7 @@ class Run:
     depth: int
     card: str
     ranks: int
-    rows: int  # of a pass on one card
+    rows: int  # rows of a pass on one card
     passes: int
     program: Program
     tokens_per_second: float

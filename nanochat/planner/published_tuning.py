@@ -85,7 +85,7 @@ class Run:
     model: str
     ranks: int
     shard: parallel.Sharding  # ours, for what the run calls DDP, ZeRO-2 or ZeRO-3
-    gigabytes: float  # of each card
+    gigabytes: float  # memory of each card
 
     def forecast(self) -> float:
         """Return the forecast memory of each card, in GB."""
@@ -139,7 +139,7 @@ class Speed:
     model: str
     length: int
     card: str  # as near as the source names it
-    tokens_per_second: float  # of each card
+    tokens_per_second: float  # speed of each card
     source: str
     adapter: bool = False
     recomputes: bool = False

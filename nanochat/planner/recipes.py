@@ -180,7 +180,7 @@ class Planner:
         rates: Rates | None,
         tokens: int,
         memory_of: Callable[[str, Tuning], Memory],
-        memory_gib: float | None = None,  # of a card that is as fast; None: that of the chip
+        memory_gib: float | None = None,  # memory of an equally fast card; None: the chip's
     ):
         self.chip = chip
         self.rates = rates

@@ -28,7 +28,7 @@ ADAM_OPERATORS = 60
 # codes, their integers, the two weights of a pair, scaled weights. Read from models/nf4.py.
 NF4_BYTES = 13
 NF4_OPERATORS = 16
-MATRICES = 7  # of a layer
+MATRICES = 7  # matrices of a layer
 FORWARD = 1 / 3  # the share of a pass that its forward pass moves and launches
 # What a pass moves and launches with fused kernels, by whether an adapter is trained and whether
 # layers are computed again. Counted on the emulated 910B3; dev/LOG.md has the command.
@@ -64,7 +64,7 @@ class Counts:
     """The numbers of entries that decide the work of a pass."""
 
     matrices: int  # in layers, without adapters
-    active: int  # of these, the ones that a token passes through
+    active: int  # the parameters that a token passes through
     head: int
     trained: int
     active_trained: int

@@ -13,7 +13,8 @@ import torch
 
 from nanochat.common import UserError, tr
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import Rates, saved_bytes
+from nanochat.optim import Rates
+from nanochat.train.fit.disk import saved_bytes
 from nanochat.train.sizes import table_rows
 
 

@@ -45,7 +45,7 @@ class Trace:
     exposed_ms: float  # communication that overlapped with no computation
     idle_ms: float
     operators: list[tuple[str, float]]  # name and microseconds of each call in all traced steps
-    path: Path  # of the trace, for a viewer
+    path: Path  # the trace, for a viewer
 
 
 class Tracer(Protocol):
@@ -100,8 +100,8 @@ def requested_kernels(flag: str) -> KernelChoice:
 class Platform:
     """One kind of device, and the one device of that kind that this process uses."""
 
-    name = ""  # of the device type, as torch and --device_type call it
-    backend = ""  # of the collectives
+    name = ""  # the device type, as torch and --device_type call it
+    backend = ""  # the backend of the collectives
     # Whether the device has its own memory, to which host tensors are copied. Otherwise it uses
     # host memory, which all ranks on a host share.
     has_own_memory = True

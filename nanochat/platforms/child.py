@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BYTES = 1 << 29  # of memory for a child
+BYTES = 1 << 29  # memory limit of a child
 START_SECONDS = 60.0  # for a child to start, even on a busy machine
 
 

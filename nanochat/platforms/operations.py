@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 
 from nanochat import loss
 from nanochat.attention import PlainAttention
-from nanochat.context import Rows
+from nanochat.context import Context
 from nanochat.gpt import offset_keys, rms_norm, rotary_tables, rotate
 from nanochat.linear import Linear
 from nanochat.loss import ChunkLoss
@@ -243,7 +243,7 @@ class Operations(PlainAttention):
 
         Every row is one whole sequence, so that half is 0 for its first token.
         """
-        return offset_keys(k, Rows().previous(k))
+        return offset_keys(k, Context().previous(k))
 
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
         """Return the `scale` to pass to attend() after heads(), or None for 1/sqrt(D)."""
@@ -308,7 +308,7 @@ class Operations(PlainAttention):
         The first token of a sequence is left unchanged.
         """
         if previous is None:
-            previous = Rows().previous(x)
+            previous = Context().previous(x)
         opened = torch.sigmoid(gate(_first_channels(x, gate)))
         return x + smear_lambda.to(x.dtype) * opened * previous
 

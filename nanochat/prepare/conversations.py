@@ -112,7 +112,7 @@ def conversation_lengths(
 
     Begin marks are not counted. If `together` is above 1, each entry is the total length of that
     many consecutive conversations, such as the two of a pair. The tokens are saved, so
-    dataloader.chat_rows() does not tokenise the conversations again.
+    chat_rows() in train/chat_rows.py does not tokenise the conversations again.
     """
     key = conversations.key
     lengths = []

@@ -11,9 +11,9 @@ from nanochat.common import UserError, log, tr
 from nanochat.data.limits import cores
 from nanochat.report.golden import Golden, Verdict, compare, golden_of, load, read_run
 
-CORPUS = "tinyworld"  # of every golden run, because the package makes it without a network
+CORPUS = "tinyworld"  # every golden run uses it, as it needs no network
 MOST_THREADS = 4  # models this small gain nothing from more
-LAST_LINES = 15  # of a failed command's output
+LAST_LINES = 15  # how many lines of a failed command's output to show
 
 
 def check(folder: Path | None, name: str | None) -> Verdict:

@@ -29,10 +29,10 @@ class Golden:
 
     name: str
     vocabulary: int  # entries of the tokenizer, which is trained on the corpus
-    flags: tuple[str, ...]  # of scripts.base_train
+    flags: tuple[str, ...]  # flags of scripts.base_train
     settings: dict[str, Any] = field(repr=False)  # all that decides what a run learns, by name
-    grad_norms: tuple[float, ...]  # of steps 1 and 2
-    losses: tuple[float, ...] = field(repr=False)  # of step 1, 2, ...; nats per token, in fp32
+    grad_norms: tuple[float, ...]  # gradient norms of steps 1 and 2
+    losses: tuple[float, ...] = field(repr=False)  # losses of steps 1, 2, ..., in nats
     tolerances: dict[str, float]  # number format -> largest difference of a loss, in nats
     gradient_tolerances: dict[str, float]  # the same, as a fraction of a norm
     end: dict[str, Any] = field(default_factory=dict)  # figures of the last step over seeds
@@ -62,7 +62,7 @@ class Goldens:
     """The content of golden.json."""
 
     runs: dict[str, Golden]
-    factor_elsewhere: float  # of tolerances on devices where nobody has measured them
+    factor_elsewhere: float  # multiplies tolerances on devices without measurements
 
     @property
     def smallest(self) -> Golden:
@@ -92,7 +92,7 @@ class Verdict:
     worst_step: int
     worst: float  # the largest difference of a loss, in nats
     first_wrong: int | None  # the first step whose loss differs by more than the tolerance
-    loss: float = 0.0  # of that step, and what it should be
+    loss: float = 0.0  # the loss of that step; `expected` is what it should be
     expected: float = 0.0
     causes: tuple[str, ...] = ()
 

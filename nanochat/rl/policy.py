@@ -21,7 +21,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat.common import Rare, UserError, tr
-from nanochat.context import TREE, model_arguments
+from nanochat.rl.trees import TREE, model_arguments
 
 Average = Literal["token", "reply", "limit"]
 

@@ -13,19 +13,19 @@ from typing import Any
 from nanochat.common import UserError, tr
 from nanochat.evals import sandbox
 
-CALL_SECONDS = 2.0  # of the processor that a function may take for one reply
-CALL_WAITING = 5 * CALL_SECONDS  # by the clock
-START_SECONDS = 10.0  # for the interpreter, and for a busy machine
+CALL_SECONDS = 2.0  # CPU seconds that a function may take for one reply
+CALL_WAITING = 5 * CALL_SECONDS  # seconds by the clock that it may take
+START_SECONDS = 10.0  # seconds for the interpreter to start on a busy machine
 CALLS = 64  # calls of functions in one process, whose results fit the output of the sandbox
 MOST_RUINED = 5  # processes of a step that may end in the middle of a call
 CHILD = Path(__file__).with_name("reward_child.py")
 
-Facts = Mapping[str, Any]  # what a function may ask for, by the name of its parameter
+Arguments = Mapping[str, Any]  # the value of each parameter that a function may have, by name
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a function says of a reply: its value, or 0 and the problem that kept it from one."""
+    """A function's reward for a reply: its value, or 0 and the reason why it gave no value."""
 
     value: float
     problem: str = ""
@@ -33,14 +33,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RewardFile:
-    """A Python file, and the names of those of its functions that are called."""
+    """A Python file, and the names of its functions that are called."""
 
     path: Path
     source: str
     functions: Sequence[str]
 
-    def outcomes(self, calls: Sequence[Facts], unsafe_exec: bool) -> list[list[Outcome]]:
-        """Call every function with the facts of each call, and return a row of outcomes per call.
+    def outcomes(self, calls: Sequence[Arguments], unsafe_exec: bool) -> list[list[Outcome]]:
+        """Call every function with the arguments of each call, and return a row of outcomes per call.
 
         If a function ends its process, the outcomes of that call are problems, and the later calls
         get another process. Raises UserError if the file cannot be loaded, lacks a function, or
@@ -57,12 +57,12 @@ class RewardFile:
                 ruined += 1
                 if ruined == MOST_RUINED:
                     raise self._ends_processes()
-                missing = width - len(outcomes) % width  # of the call that was interrupted
+                missing = width - len(outcomes) % width  # outcomes of the call that was interrupted
                 outcomes += [Outcome(0.0, tr("ended its process"))] * missing
             rows += [outcomes[i : i + width] for i in range(0, len(outcomes), width)]
         return rows
 
-    def _run(self, calls: Sequence[Facts], unsafe_exec: bool) -> list[Outcome]:
+    def _run(self, calls: Sequence[Arguments], unsafe_exec: bool) -> list[Outcome]:
         """Call the functions in one process, and return the outcomes, those of a call together.
 
         The last ones are missing if the process ended too early.
@@ -71,7 +71,7 @@ class RewardFile:
             "name": self.path.name,
             "source": self.source,
             "functions": self.functions,
-            "facts": calls,
+            "calls": calls,
             "seconds": CALL_SECONDS,
         }
         text = json.dumps(json.dumps(request, default=str))

@@ -33,8 +33,8 @@ class OutOfTime(BaseException):
 def main(request: Mapping[str, Any]) -> None:
     """Load a file and call its functions, and write the results to standard output.
 
-    `request` has the `name` and the `source` of the file, the names of `functions`, the `facts` of
-    each call by name, and the `seconds` that a call may take. The first line lists the functions of
+    `request` has the `name` and the `source` of the file, the names of `functions`, the
+    arguments of each of the `calls` by name, and the `seconds` that a call may take. The first line lists the functions of
     the file, or holds the reason why it cannot be loaded. Each other line is a result: [index of
     the call, index of the function, value, reason for the lack of a value].
     """
@@ -52,10 +52,10 @@ def main(request: Mapping[str, Any]) -> None:
     except BaseException as failure:
         send([reason(failure, seconds), []])
         return
-    for number, facts in enumerate(request["facts"]):
-        for place, name in enumerate(request["functions"]):
-            value, problem = reward(getattr(module, name, None), facts, seconds)
-            send([number, place, value, problem])
+    for call_index, arguments in enumerate(request["calls"]):
+        for function_index, name in enumerate(request["functions"]):
+            value, problem = reward(getattr(module, name, None), arguments, seconds)
+            send([call_index, function_index, value, problem])
 
 
 def load(name: str, source: str) -> ModuleType:
@@ -80,14 +80,14 @@ def functions_of(module: ModuleType) -> dict[str, Callable[..., Any]]:
 
 
 def reward(
-    function: Callable[..., Any] | None, facts: Mapping[str, Any], seconds: float
+    function: Callable[..., Any] | None, arguments: Mapping[str, Any], seconds: float
 ) -> tuple[float | None, str]:
-    """Return what a function says of a reply, and an empty text, or None and what went wrong."""
+    """Return (reward, "") if a function returns a number, else (None, what went wrong)."""
     if function is None:
         return None, "there is no such function"
     try:
-        wanted = wanted_facts(function, facts)
-        value = within(seconds, lambda: function(**wanted))
+        named_arguments = arguments_of(function, arguments)
+        value = within(seconds, lambda: function(**named_arguments))
         if not isinstance(value, int | float):
             return None, f"returned {type(value).__name__} instead of a number"
         if not math.isfinite(value):
@@ -97,27 +97,27 @@ def reward(
         return None, reason(failure, seconds)
 
 
-def wanted_facts(function: Callable[..., Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that the parameters of a function name, or all of them for **kwargs.
+def arguments_of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a function has parameters for, or all of them if it has **kwargs.
 
-    Raises TypeError, naming the facts, if a parameter without a default names none.
+    Raises TypeError, naming all arguments, if a parameter without a default is not among them.
     """
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(facts)
+        return dict(arguments)
     unknown = [
         parameter.name
         for parameter in parameters
-        if parameter.name not in facts and parameter.default is parameter.empty
+        if parameter.name not in arguments and parameter.default is parameter.empty
     ]
     if unknown:
-        raise TypeError(f"parameter {unknown[0]!r} is none of {', '.join(facts)}")
+        raise TypeError(f"parameter {unknown[0]!r} is none of {', '.join(arguments)}")
     names: Sequence[str] = [parameter.name for parameter in parameters]
-    return {name: facts[name] for name in names if name in facts}
+    return {name: arguments[name] for name in names if name in arguments}
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Return what `call` returns, raising OutOfTime in it after so many seconds of the processor."""
+    """Return what `call` returns, raising OutOfTime in it after `seconds` of processor time."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise OutOfTime

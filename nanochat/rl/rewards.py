@@ -16,10 +16,10 @@ from typing import Any, Literal
 from nanochat.common import UserError, tr, warn
 from nanochat.data.conversation import Conversation, Task
 from nanochat.evals.chat import Reply, Score, grade_reply
-from nanochat.rl.reward_calls import Facts, Outcome, RewardFile
+from nanochat.rl.reward_calls import Arguments, Outcome, RewardFile
 
 ANSWER = "answer"  # --reward=answer: 1 for a right answer, as without --reward
-FEW = 8  # a function that fails for all of fewer replies may be right for others
+FEWEST_REPLIES = 8  # a function that fails for all of fewer replies may be right for others
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class Rewards:
         return texts
 
     @property
-    def facts(self) -> dict[str, str]:
-        """What a run must have in common with the run that it resumes, beside its flags."""
+    def fingerprint(self) -> dict[str, str]:
+        """The hash of all reward files, which must be the same when a run resumes; {} if none."""
         if not self.sources:
             return {}
         digest = sha256("".join(self.sources.values()).encode()).hexdigest()
@@ -143,8 +143,8 @@ class Rewards:
         """
         if not self.functions:
             return
-        facts = _facts(task, 0)
-        trial = facts | {"reply": facts["answer"] or facts["question"], "thought": ""}
+        problem = _problem_arguments(task, 0)
+        trial = problem | {"reply": problem["answer"] or problem["question"], "thought": ""}
         for part, (outcome,) in self._outcomes([trial]):
             if outcome.problem:
                 raise UserError(
@@ -163,31 +163,36 @@ class Rewards:
         A function that fails for a reply adds nothing to its reward, and a warning counts such
         replies. Raises UserError if a function fails for all replies.
         """
-        keys = []
-        calls: dict[str, Facts] = {}  # equal replies to a problem are rewarded once
+        reply_keys = []
+        calls: dict[str, Arguments] = {}  # equal replies to a problem are rewarded once
         for i, reply in zip(problems, replies, strict=True):
-            keys.append(json.dumps([i, reply.thought, reply.text]))
-            calls[keys[-1]] = {**_facts(task, i), "reply": reply.text, "thought": reply.thought}
+            reply_key = json.dumps([i, reply.thought, reply.text])
+            reply_keys.append(reply_key)
+            calls[reply_key] = {
+                **_problem_arguments(task, i),
+                "reply": reply.text,
+                "thought": reply.thought,
+            }
         totals = dict.fromkeys(calls, 0.0)
         for part, outcomes in self._outcomes(list(calls.values())):
             _report(part, outcomes)
-            for key, outcome in zip(calls, outcomes, strict=True):
-                totals[key] += part.weight * outcome.value
-        rewards = [totals[key] for key in keys]
+            for reply_key, outcome in zip(calls, outcomes, strict=True):
+                totals[reply_key] += part.weight * outcome.value
+        rewards = [totals[reply_key] for reply_key in reply_keys]
         for part in self.parts:
             if part.file is None:
                 for number, (i, reply) in enumerate(zip(problems, replies, strict=True)):
                     rewards[number] += part.weight * grade_reply(task, i, reply.answer)
         return rewards
 
-    def _outcomes(self, calls: Sequence[Facts]) -> list[tuple[Part, list[Outcome]]]:
+    def _outcomes(self, calls: Sequence[Arguments]) -> list[tuple[Part, list[Outcome]]]:
         """Return each part that is a function with its outcomes, one for each call."""
         by_function: dict[tuple[Path | None, str], list[Outcome]] = {}
         for path, source in self.sources.items():
             names = [part.function for part in self.functions if part.file == path]
             rows = RewardFile(path, source, names).outcomes(calls, self.unsafe_exec)
-            for place, name in enumerate(names):
-                by_function[path, name] = [row[place] for row in rows]
+            for column, name in enumerate(names):
+                by_function[path, name] = [row[column] for row in rows]
         return [(part, by_function[part.file, part.function]) for part in self.functions]
 
 
@@ -232,8 +237,8 @@ def record_of(task: Task, i: int) -> Mapping[str, Any]:
     return task.record(i) if hasattr(task, "record") else {}  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _facts(task: Task, i: int) -> dict[str, Any]:
-    """Return what functions may ask for about problem `i`; the reply and its thought are missing."""
+def _problem_arguments(task: Task, i: int) -> dict[str, Any]:
+    """Return the arguments of reward functions that describe problem `i`, not a reply to it."""
     conversation = task[i]
     prompt = conversation.prompt.messages
     last = conversation.messages[-1]
@@ -251,7 +256,7 @@ def _report(part: Part, outcomes: Sequence[Outcome]) -> None:
     replies = len(outcomes)
     if not failures:
         return
-    if len(failures) == replies >= FEW:
+    if len(failures) == replies >= FEWEST_REPLIES:
         raise UserError(
             tr(
                 "{function} failed for all {replies} replies of a step; for the first it {problem}. "

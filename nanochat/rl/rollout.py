@@ -9,7 +9,6 @@ from torch import Tensor
 
 from nanochat import device
 from nanochat.common import UserError, tr, warn
-from nanochat.context import TREE
 from nanochat.data.conversation import Task
 from nanochat.device import Compute
 from nanochat.engine import Completion, Engine
@@ -28,7 +27,7 @@ from nanochat.rl.policy import (
 )
 from nanochat.rl.rewards import Rewarded
 from nanochat.rl.sampler import Reference
-from nanochat.rl.trees import APART, Sample, pack
+from nanochat.rl.trees import APART, TREE, Sample, pack
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 

@@ -20,7 +20,7 @@ from nanochat.models.lora import Adapter, LoraConfig, delta
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
-RANK = 8  # of an adapter, by default
+RANK = 8  # the default rank of an adapter
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Start:
 
     name: str  # from which the tag of the result is made
     identity: str  # differs if the weights differ
-    corpus: str | None  # of a model that was trained here
+    corpus: str | None  # the corpus of a model that was trained here
     load: Callable[[], tuple[Any, Tokenizer]]  # a model of any family, and its tokenizer
     # Sets the parameters of a model that load() returns on meta, once it has been sharded.
     fill: Callable[[], None] | None = None

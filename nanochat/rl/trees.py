@@ -5,7 +5,7 @@ trained. If the weights of a token cancel over the replies that share it, the to
 trained.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanochat import device
 from nanochat.common import UserError, tr
-from nanochat.context import Tree
+from nanochat.context import Context, trailing
 from nanochat.device import Compute
 from nanochat.engine import Completion
 from nanochat.model import Model
@@ -82,6 +82,62 @@ def over_trees(requested: bool | None, model: Model, compute: Compute) -> bool:
     if not model.takes_trees:
         return False
     return compute.platform.prefers_trees if requested is None else requested
+
+
+# --- the context of a pass over trees ------------------------------------------------------------
+
+
+class Tree(Context):
+    """The context of rows whose tokens form trees, where sequences share a common beginning.
+
+    A row may hold several trees, and padding tokens that see only themselves.
+    """
+
+    def __init__(
+        self,
+        parents: Tensor,  # (B, T) index in its row of each token's parent; a root is its own parent
+        visible: Tensor,  # (B, T, T) bool, True where a token (dim 1) sees another (dim 2)
+        targets_at: Tensor,  # (N,) index in the flattened rows of the token that predicts a target
+    ):
+        self.parents = parents
+        self.seen = visible
+        self.targets_at = targets_at
+        self.positions: Tensor = visible.sum(dim=2) - 1
+        self._masks: dict[int, Tensor] = {}  # window -> (B, 1, T, T) True where a query sees a key
+
+    def previous(self, x: Tensor) -> Tensor:
+        """Return the entry of x for the parent of each token, and 0 for a root."""
+        begins = self.parents == torch.arange(self.parents.size(1), device=self.parents.device)
+        parents = trailing(self.parents, x).expand_as(x)
+        return x.gather(1, parents).masked_fill(trailing(begins, x), 0)
+
+    def previous_keys(self, layer: int, k: Tensor) -> Tensor:
+        """Return the key of each token's parent, and 0 for a root."""
+        return self.previous(k.flatten(2)).view_as(k)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
+    ) -> Tensor:
+        """Compute attention along the path from the root to each token, within the window."""
+        if window not in self._masks:
+            near = self.positions[:, :, None] - self.positions[:, None] <= window
+            self._masks[window] = (self.seen & near)[:, None]
+        return self.attention.masked(q, k, v, self._masks[window], scale)
+
+
+# the names in a micro-batch of the tensors of a Tree, in the order of its arguments
+TREE = ("parents", "seen", "targets_at")
+
+
+def model_arguments(extras: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the keyword arguments with which a model takes the extra tensors of a micro-batch.
+
+    The tensors named in TREE become a Tree. Others, such as `weights`, are passed on unchanged.
+    """
+    arguments: dict[str, Any] = {name: extras[name] for name in extras if name not in TREE}
+    if TREE[0] in extras:
+        arguments["context"] = Tree(*(extras[name] for name in TREE))
+    return arguments
 
 
 # --- growing -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ Read the modules in this order:
   watch        ends all ranks when one of them dies or hangs
   progress     shows progress as a bar on a terminal, or as lines in a log
   tracking     records the metrics of a run in metrics.jsonl and in the trackers of trackers/
+  row_adam     AdamW for a table of which a step on a CPU updates only some rows
   graphs       --graphs: captures passes, which the device replays as one launch
   profiling    --profile: measures where the time of a step goes; timeline has its tables
 And the programs that start a run:

@@ -103,7 +103,7 @@ class _Costs:
         self._start = time.monotonic()
         self._ended_before = _ended_children()
         self._peak_memory = 0
-        self._cpu_seconds: dict[int, float] = {}  # of each process that was sampled
+        self._cpu_seconds: dict[int, float] = {}  # process ID -> its CPU time
 
     def sample(self, pid: int) -> None:
         """Measure the memory and the CPU time of a process and its descendants."""

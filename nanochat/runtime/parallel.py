@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 Sharding = Literal["none", "grad", "full"]
+# The optimizer state of a rank, by name: (this rank's rows of a tensor, the shape of the whole
+# tensor, the index of the first of these rows).
+State = dict[str, tuple[Tensor, tuple[int, ...], int]]
 _EVERY_PASS = "reduces_in_every_pass"  # the attribute that shard() sets on the model
 
 
@@ -372,7 +375,7 @@ class ParameterShard:
     """This rank's rows of a parameter, and the ranks that together hold rank 0's copy of it."""
 
     rows: Tensor  # empty if this rank does not belong to rank 0's copy
-    shape: tuple[int, ...]  # of the whole parameter
+    shape: tuple[int, ...]  # the shape of the whole parameter
     owners: tuple[tuple[int, int], ...]  # (rank, number of its rows), in the order of the rows
 
     @property

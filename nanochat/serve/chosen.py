@@ -177,7 +177,7 @@ def _lay_out(
 
         hold_in_int8(loaded.model)
     compute.operations.serve(loaded.model)
-    give_freed_memory_back()  # of the weights in their former format and layout
+    give_freed_memory_back()  # memory of the weights in their former layout
 
 
 def _no_int8(loaded: Loaded, compute: Compute) -> str:
@@ -362,7 +362,7 @@ class Caches:
 
     slots: int
     contexts: list[int]  # the longest chat of each model in tokens
-    sizes: list[int]  # of each model's cache in bytes
+    sizes: list[int]  # bytes of each model's cache
 
 
 def plan_caches(

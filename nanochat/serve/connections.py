@@ -112,7 +112,7 @@ def owner_of(request: Request) -> str:
 def is_loopback(host: str) -> bool:
     """Return whether `host` is localhost or a loopback address, which only this machine reaches."""
     with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(neighbour(host)).is_loopback  # of a mapped address, the IPv4
+        return ipaddress.ip_address(neighbour(host)).is_loopback  # IPv4 if mapped to IPv6
     return host in ("localhost", "::1")
 
 

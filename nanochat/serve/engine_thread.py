@@ -29,8 +29,8 @@ class EngineEvent(Protocol):
     def finish(self) -> str | None: ...
 
 
-# An address may fill one slot in so many with replies that follow a JSON schema: while it is the
-# only address, and while other addresses have been active recently.
+# The share of slots, as one in N, that an address may fill with replies that follow a JSON schema,
+# while it is the only address and while other addresses have been active recently.
 SHARE_ALONE = 2
 SHARE_BESIDE_OTHERS = 8
 RECENT_SECONDS = 60.0
@@ -39,8 +39,8 @@ NEWS_SECONDS = 0.02  # least time between two deliveries: too short for a reader
 # The largest total size of all tickets, as estimated, until they are released. One address may have
 # half of it.
 MOST_BYTES = 512 << 20
-SCORE_BYTES = 600  # of a log-probability until the answer is sent
-TOKEN_BYTES = 40  # of a token of a prompt
+SCORE_BYTES = 600  # memory of a log-probability until the answer is sent
+TOKEN_BYTES = 40  # memory of a prompt's token
 # Events that wait for clients which do not read: their largest total size. The ticket with the most
 # then ends.
 UNREAD_BYTES = 64 << 20
@@ -184,7 +184,7 @@ class EngineThread(Generic[E]):
         self._unreleased: set[Ticket[E]] = set()
         self.line: Line[Ticket[E]] = Line()
         self._engine = engine
-        self._limit = self.slots + waiting  # of tickets
+        self._limit = self.slots + waiting  # the most tickets at once
         self._inbox: queue.SimpleQueue[Ticket[E] | Literal["look", "stop"]] = queue.SimpleQueue()
         # Only the engine thread uses the next four.
         self._running: dict[int, Ticket[E]] = {}  # by the engine's request ID
@@ -291,7 +291,7 @@ class EngineThread(Generic[E]):
             del ticket.running[event.request]
 
     def _obey(self) -> bool:
-        """Carry out all commands, and return whether the thread should go on.
+        """Carry out all commands, and return whether the thread should continue.
 
         While there is nothing to compute, wait for commands.
         """

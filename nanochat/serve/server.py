@@ -77,7 +77,7 @@ class Prepared:
     model: Hosted
     ticket: Ticket[Event]
     writer: Callable[[str], Writer]  # from the ID of the answer
-    headers: Mapping[str, str]  # of the response
+    headers: Mapping[str, str]  # headers of the response
 
 
 class ChatServer:

@@ -135,7 +135,7 @@ class Line(Generic[W]):
 
 # --- turns ---------------------------------------------------------------------------------------
 
-# A turn counts as at least so many seconds, so that addresses alternate if turns take no time.
+# A turn counts as at least this many seconds, so that addresses alternate if turns take no time.
 SHORTEST_TURN = 0.001
 MOST_ADDRESSES = 1024  # whose times are remembered although none of their requests waits
 
@@ -205,7 +205,7 @@ class FairQueue:
         return False
 
     def count(self, owner: str, seconds: float) -> None:
-        """Record that an address has used so much time."""
+        """Record that an address has used `seconds` of time."""
         used = self._used.pop(owner, self._latest)
         self._used[owner] = used + max(seconds, SHORTEST_TURN)
         if owner in self._waiting:

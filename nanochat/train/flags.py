@@ -308,7 +308,7 @@ class TuningEpochs:
     """number of steps; overrides num_epochs"""
 
     def resolved(self, conversations: int) -> Epochs:
-        """Return the flags for data of so many conversations or pairs, without "auto"."""
+        """Return the flags for data of `conversations` conversations or pairs, without "auto"."""
         if self.num_epochs != "auto":
             return Epochs(self.num_epochs, self.num_iterations)
         epochs = schedule.tuning_epochs(conversations)

@@ -133,9 +133,9 @@ class GeneralText:
         per_step = rows_per_pass * ranks
         for first in range(0, len(self._passages), per_step):
             rows = self._passages[first : first + per_step]
-            mine = rows[self.compute.rank :: ranks]
-            if mine:
-                yield PassageBatch([_padded(mine)])
+            rank_rows = rows[self.compute.rank :: ranks]
+            if rank_rows:
+                yield PassageBatch([_padded(rank_rows)])
             else:  # a sharded model needs every rank
                 inputs, targets = _padded(rows[:1])
                 yield PassageBatch([(inputs, torch.full_like(targets, IGNORED))])

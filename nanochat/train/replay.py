@@ -33,11 +33,11 @@ from nanochat.train.fit.memory import reachable
 from nanochat.train.flags import Auto
 
 VERSION = 1  # part of the key of the own words; raise it when the sampling changes
-TOKENS = 32_768  # of own words, which a long run reads several times
+TOKENS = 32_768  # tokens of own words, which a long run reads several times
 LONGEST_TEXT = 256  # tokens of a text or a reply
 SLOTS = 16  # texts that are sampled together
 EVERY = 4  # by default, one row in 4 is the model's own
-# With more tokens of data than this, the default is no own words: such data is varied enough, and
+# With more tokens of data than this, the model writes no words by default: such data is varied enough, and
 # the few own words would be repeated many times.
 MOST_DATA = 1_000_000
 NOT_OWN = 1.0  # stands for the reference of a token of the data; no log-probability is above 0
@@ -45,7 +45,7 @@ NOT_OWN = 1.0  # stands for the reference of a token of the data; no log-probabi
 LARGEST = 5.0
 # What anchored_loss() sums apart: the two losses, and the number of tokens of own words.
 FIGURES = ("data_loss", "own_words_loss", "own_words_share")
-MEMORY_SHARE = 0.8  # of the device's memory, which the whole model may take while it writes
+MEMORY_SHARE = 0.8  # share of the device's memory that the whole model may take as it writes
 
 
 def check_replay(every: int | Auto, loss: str, base: Base, compute: Compute) -> None:

@@ -10,11 +10,12 @@ from nanochat.common import log, tr
 from nanochat.device import Compute
 from nanochat.gpt import GPT
 from nanochat.model import Model
-from nanochat.optim import OneRate, Optimizers, Rates, saved_bytes
+from nanochat.optim import OneRate, Optimizers, Rates
 from nanochat.platforms.base import dtype_name
 from nanochat.platforms.operations import Matmul
 from nanochat.runtime import parallel
 from nanochat.train import sizes
+from nanochat.train.fit.disk import saved_bytes
 from nanochat.train.flags import RunFlags
 
 

@@ -6,6 +6,7 @@ this module also checks or reports what a run needs: memory, disk, time and pass
 
 import contextlib
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -13,8 +14,9 @@ from typing import Any, Literal, TypeVar
 from nanochat import device, schedule
 from nanochat.checkpoint_manager.families import on_meta
 from nanochat.common import UserError, log, required_appendix, tr, warn
+from nanochat.data.mixing import Data
 from nanochat.data.traits import traits
-from nanochat.dataloader import Rows
+from nanochat.dataloader import MixedRows, Rows, Source
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
 from nanochat.model import ModelConfig
@@ -300,6 +302,44 @@ def tell_epochs(corpus: str, rows: int, row_tokens: int, steps: int, rows_per_st
                 epochs=epochs,
                 many=MANY_EPOCHS,
                 enough=enough,
+            )
+        )
+
+
+def mixture_table(data: Data, rows: Source, rows_read: int) -> list[dict[str, Any]]:
+    """Return a table for the report: how much of each corpus is in the first `rows_read` rows.
+
+    It has a dict for each corpus of a mixture, and is empty if `rows` is not a mixture.
+    """
+    if not isinstance(rows, MixedRows):
+        return []
+    table = []
+    total_shares = sum(data.shares)
+    counts = rows.rows_before(rows_read)
+    corpora = zip(data.corpora, data.shares, rows.sources, counts, strict=True)
+    for corpus, share, source, count in corpora:
+        table.append(
+            {
+                "corpus": corpus.name,
+                "share": f"{100 * share / total_shares:.4g} %",
+                "rows": source.size,
+                "rows read": count,
+                "epochs": count / source.count,
+            }
+        )
+    return table
+
+
+def tell_mixture(table: Sequence[Mapping[str, Any]]) -> None:
+    """Log how much a run reads of each corpus in a table that mixture_table() returned."""
+    for part in table:
+        log(
+            tr(
+                "  {corpus}: {share} of the rows, {rows_read:,}, {epochs:.2f} epochs",
+                corpus=part["corpus"],
+                share=part["share"],
+                rows_read=part["rows read"],
+                epochs=part["epochs"],
             )
         )
 

@@ -21,15 +21,15 @@ from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 from nanochat.train.flags import CoreFlags
 
-SHARE = 0.01  # of the FLOPs of a run, which --core_every=auto spends at most
+SHARE = 0.01  # the most that --core_every=auto spends, as a share of a run's FLOPs
 MOST_TIMES = 20  # measurements of a run with --core_every=auto, at most
 PASSES = 3  # a training step computes three times what reading its tokens alone does
 # A reply is decoded token by token, which keeps a device less busy than reading does: a decoded
-# token takes the time of so many tokens that are read together. The host's number is measured
+# token takes the time of this many tokens that are read together. The host's number is measured
 # (dev/LOG.md), and the other one is an estimate.
 DECODING = 50
 DECODING_ON_HOST = 4
-CHAT_SHARE = 8  # chat stages ask one in so many of --core_examples, since their tasks write replies
+CHAT_SHARE = 8  # chat stages ask an eighth of --core_examples, since their tasks write replies
 CHAT_BATCH = 32  # problems that are answered together
 LONGEST_REPLY = 512  # tokens
 SEED = 1337  # chooses the problems of chat tasks
@@ -45,7 +45,7 @@ class TrainingRun:
 
     corpus: str
     steps: int
-    tokens: int  # of all steps
+    tokens: int  # tokens of all steps
     own_data: bool = False  # whether a chat stage learns from other conversations than its corpus's
 
 

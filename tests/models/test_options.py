@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanochat.context import Cached, Packed, Tree
+from nanochat.context import Cached, Packed
 from nanochat.models.rope import rotary_base
+from nanochat.rl.trees import Tree
 from tests.models.test_qwen import gradients, recomputed, replies, tokens
 from tests.support.qwens import OPTIONS, VOCABULARY, oracle, tiny_qwen
 from tests.support.tiny_model import on_cpu

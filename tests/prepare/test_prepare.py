@@ -15,7 +15,6 @@ from nanochat.common import UserError, base_dir
 from nanochat.data.conversation import Conversation, assistant, chat, user
 from nanochat.data.corpora import Corpus, shards
 from nanochat.data.shards import shard_paths, texts, write_shards
-from nanochat.dataloader import conversation_rows
 from nanochat.prepare import conversations as conversations_module
 from nanochat.prepare import documents
 from nanochat.prepare.__main__ import Config, main
@@ -24,6 +23,7 @@ from nanochat.prepare.documents import prepare_documents
 from nanochat.prepare.plan import plan
 from nanochat.prepare.token_files import TokenSet, open_tokens
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
+from nanochat.train.chat_rows import conversation_rows
 
 DOCUMENTS = [f"Document {i}: the number {i} has {len(str(i))} digits. 第{i}号文档。" for i in range(600)]
 TOKENIZER = Tokenizer.train(DOCUMENTS, 360)

@@ -18,11 +18,11 @@ from nanochat.checkpoint_manager.load import load_model
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError
 from nanochat.context import Packed
-from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
 from nanochat.runtime.tracking import read_metrics
 from nanochat.train import compile as compiling
 from nanochat.train import replay
+from nanochat.train.chat_rows import chat_rows
 from scripts import finetune
 from tasks.mixtures import own_conversations
 from tests.support.flags import configured

@@ -11,8 +11,9 @@ from nanochat.checkpoint_manager.huggingface.base import open_base
 from nanochat.checkpoint_manager.load import load_published
 from nanochat.common import UserError
 from nanochat.context import Packed
-from nanochat.dataloader import MixedRows, chat_rows
+from nanochat.dataloader import MixedRows
 from nanochat.train import replay
+from nanochat.train.chat_rows import chat_rows
 from tasks.mixtures import own_conversations
 from tests.support.qwens import write_folder
 from tests.support.tiny_model import on_cpu

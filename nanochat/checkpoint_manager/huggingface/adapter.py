@@ -123,7 +123,7 @@ def _expert_settings(lora: Mapping[str, Any], shape: Mapping[str, Any]) -> dict[
     """Return the settings for adapters of experts, which are those that peft writes.
 
     Peft has gate and up matrices as one parameter, whose rank is doubled. Targets that only experts
-    match are no target modules, since peft takes those of Qwen3 for experts again.
+    match are not target modules, since peft takes those of Qwen3 for experts again.
     """
     targets = lora["targets"]
     if "E" not in shape.get("mlps", "") or not adapts_experts(targets):

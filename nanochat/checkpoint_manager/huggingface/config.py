@@ -97,7 +97,7 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
     if not path.is_file():
         raise UserError(
             tr(
-                "{folder} is no model: it has no config.json. Name the folder that holds "
+                "{folder} is not a model: it has no config.json. Name the folder that holds "
                 "config.json",
                 folder=folder,
             ),

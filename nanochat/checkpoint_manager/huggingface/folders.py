@@ -168,7 +168,7 @@ def read_object(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise UserError(
             tr(
-                "{path} is damaged: it is no object. Copy the model again from its source",
+                "{path} is damaged: it is not an object. Copy the model again from its source",
                 path=path,
             )
         )

@@ -40,7 +40,7 @@ HARMLESS = {
     *("auto_mapping", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
-# Settings of which some values are allowed -> these values.
+# Settings that may have only some values -> these values.
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "bias": ("none", "all", "lora_only"),
     # Starts of training that leave the base's weights unchanged.
@@ -94,7 +94,7 @@ def read_settings(folder: Path) -> PeftSettings:
     if not path.is_file():
         raise UserError(
             tr(
-                "{folder} is no adapter: it has no {settings}. Name the folder that peft or "
+                "{folder} is not an adapter: it has no {settings}. Name the folder that peft or "
                 "nanochat wrote",
                 folder=folder,
                 settings=SETTINGS,

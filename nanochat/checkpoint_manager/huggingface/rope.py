@@ -34,7 +34,7 @@ def _rules(text: Mapping[str, Any]) -> Mapping[str, Any]:
 def rope_settings(
     text: Mapping[str, Any],  # the text part of config.json
     head_dim: int,
-    default_share: float,  # of a head's channels that are rotated
+    default_share: float,  # share of a head's channels that are rotated
 ) -> dict[str, Any]:
     """Return the fields of a configuration that describe rotary embeddings.
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-MAX_CHARACTERS = 1 << 22  # of a rendered conversation
+MAX_CHARACTERS = 1 << 22  # the longest rendered conversation
 
 
 def refuse(message: str) -> None:

@@ -201,7 +201,7 @@ class FolderTokenizer:
     def sampling(self) -> dict[str, float]:
         """The publisher's settings for chats, from generation_config.json; a top_k of 0 means all.
 
-        Raises UserError if one of them is no number, or out of range.
+        Raises UserError if one of them is not a number, or is out of range.
         """
         return sampling_defaults(self.folder)
 

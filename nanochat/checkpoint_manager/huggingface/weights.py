@@ -39,7 +39,7 @@ INVERSE_FREQUENCIES = ".rotary_emb.inv_freq"  # written by old versions, and com
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 MAX_NAME_LENGTH = 200  # characters in the name of a file
-COMPARED_ROWS = 4096  # of head and embedding that are compared at a time
+COMPARED_ROWS = 4096  # rows of head and embedding to compare at a time
 
 
 def _copy_again() -> str:
@@ -98,7 +98,7 @@ def _indexed_files(index: Path) -> list[str]:
         if all(isinstance(name, str) for name in names):
             return sorted({PurePosixPath(name).as_posix() for name in names})
     raise UserError(
-        tr("{index} is no index of safetensors files. {copy}", index=index, copy=_copy_again())
+        tr("{index} is not an index of safetensors files. {copy}", index=index, copy=_copy_again())
     )
 
 

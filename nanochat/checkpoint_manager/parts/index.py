@@ -68,7 +68,7 @@ def read_index(folder: Path) -> Places:
     except (ValueError, KeyError, TypeError, AttributeError) as failure:
         raise ValueError(
             tr(
-                "{index} is no index of safetensors files ({failure!r})",
+                "{index} is not an index of safetensors files ({failure!r})",
                 index=INDEX,
                 failure=failure,
             )
@@ -84,16 +84,16 @@ def _pieces(file: Any, rows: Mapping[str, Any] | None) -> list[Piece]:
     Raises TypeError if an entry has the wrong form.
     """
     if not isinstance(file, str):
-        raise TypeError(f"{file!r} is no name of a file")
+        raise TypeError(f"{file!r} is not the name of a file")
     if rows is None:
         return [Piece(file, 0, None)]
     pieces = []
     for part, (first, end) in rows.items():
         if type(first) is not int or type(end) is not int:
-            raise TypeError(f"{rows!r} are no rows")
+            raise TypeError(f"{rows!r} is not a list of rows")
         pieces.append(Piece(part, first, end))
     if not pieces:
-        raise TypeError(f"{rows!r} are no rows")
+        raise TypeError(f"{rows!r} is not a list of rows")
     return sorted(pieces, key=lambda piece: piece.first)
 
 

@@ -12,10 +12,8 @@ from torch import Tensor
 from nanochat.device import Compute
 from nanochat.platforms import host
 from nanochat.runtime import parallel
-from nanochat.runtime.parallel import ParameterShard
+from nanochat.runtime.parallel import ParameterShard, State
 
-# Name -> (this rank's rows, the shape of the whole tensor, the index of this rank's first row).
-State = dict[str, tuple[Tensor, tuple[int, ...], int]]
 MEMORY_SHARE = 0.5  # share of the host's free memory for the copies of all its ranks
 
 

@@ -1,6 +1,6 @@
 """Opens text files: plain or compressed with gzip, in UTF-8 or, with a mark at the start, UTF-16.
 
-The bytes say which it is, not the name of the file.
+The format is recognised by the file's first bytes, not by its name.
 """
 
 import gzip
@@ -64,12 +64,12 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _encoding(start: bytes, path: Path) -> str:
-    """Return the encoding of a file from its first bytes. Raises UserError if it is no text."""
+    """Return the encoding of a file from its first bytes. Raises UserError if it is not text."""
     for beginning, kind, remedy in _other_kinds(quote(path.name)):
         if start.startswith(beginning):
             raise UserError(
                 tr(
-                    "{path} is no text but {kind}; {advice}",
+                    "{path} is not text but {kind}; {advice}",
                     path=path,
                     kind=kind,
                     advice=remedy,
@@ -118,7 +118,7 @@ def _iconv(encoding: str, path: Path) -> str:
 
 
 def problem_of(line: str, path: Path) -> str:
-    """Return why a line is no text, or "" if it is text.
+    """Return why a line is not text, or "" if it is text.
 
     Raises UserError if the whole file is in another encoding, with the command that converts it.
     """

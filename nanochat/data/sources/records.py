@@ -223,7 +223,7 @@ def _values_over_lines(path: Path, surely: bool) -> list[Entry]:
 
 
 def _next_value(text: str, position: int) -> int:
-    """Return the position of the first character from `position` on that is no white space."""
+    """Return the position of the first character from `position` on that is not white space."""
     while position < len(text) and text[position].isspace():
         position += 1
     return position

@@ -157,7 +157,7 @@ def _read_records(path: Path, column: str) -> Iterator[tuple[str, Any]]:
 def _read_txt(path: Path, column: str) -> Iterator[tuple[str, Any]]:
     document: list[str] = []
     length = 0
-    last_line = 0  # of the previous document
+    last_line = 0  # the last line of the previous document
     for number, line in lines(path):
         problem = problem_of(line, path)
         if problem:

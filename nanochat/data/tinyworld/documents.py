@@ -14,7 +14,7 @@ from nanochat.data.tinyworld.words import LANGUAGES, Language, data_text, full_s
 
 SENTENCES_PER_DOCUMENT = (4, 8)
 TALES = 50  # in each language and copy of the corpus
-BEGINNINGS = 120  # of tales, in each language and copy of the corpus
+BEGINNINGS = 120  # beginnings of tales in each language and copy of the corpus
 
 
 def documents(seed: int = 0, copies: int = 10) -> Iterator[str]:

@@ -7,7 +7,7 @@ from nanochat.generate.schema.grammar import Grammar
 # The time for a step's masks: if replies without a schema wait, or if every reply has a schema.
 STEP_SECONDS = 0.002
 ALONE_SECONDS = 0.05
-PATIENCE = 200  # after so many steps, a reply with costly masks waits no longer behind the others
+PATIENCE = 200  # steps after which a reply with costly masks no longer waits behind the others
 
 
 class MaskTurns:

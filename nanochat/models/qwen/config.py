@@ -52,7 +52,7 @@ class QwenConfig:
     delta_value_dim: int = 128
     delta_width: int = 4  # tokens that the convolution of a DeltaNet sees
     mlps: str = "M"  # pattern of MLPs, repeated: M is an MLP, E is a mixture of experts
-    n_experts: int = 0  # of a mixture
+    n_experts: int = 0  # experts of a mixture
     experts_per_token: int = 0
     n_expert_hidden: int = 0  # channels inside an expert
     n_shared_hidden: int = 0  # channels inside the expert that all tokens share; 0 = there is none

@@ -29,7 +29,7 @@ from nanochat.linear import Linear
 from nanochat.models.qwen.config import QwenConfig
 
 CHUNK = 64
-EPSILON = 1e-6  # of the norm of queries and keys
+EPSILON = 1e-6  # added to the squared norm of queries and keys
 NEVER = -1e4  # the log of a decay that leaves nothing in fp32; some chips have no inf
 
 
@@ -118,7 +118,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         read_keys, write_keys, decays, memories, writes = ctx.saved_tensors
         grad_memories, grad_writes, grad_S = grads
-        grads_after = []  # of the memory after each chunk, the last chunk first
+        grads_after = []  # gradients of the memory after each chunk, the last first
         grads_values = []
         chunks = zip(
             read_keys.unbind(),
@@ -195,7 +195,7 @@ def chunked(
     b = _in_chunks(strength.float(), N, size).unflatten(2, (H, G))[..., None]
 
     since_begin = g.cumsum(-1)  # log decay since the chunk began
-    decay_before = since_begin.exp()  # of the memory that the chunk finds
+    decay_before = since_begin.exp()  # decay of the memory before the chunk
     sees = torch.ones(size, size, dtype=torch.bool, device=k.device).tril()
     if documents is not None:
         sees, sees_before = _visibility(documents, N, size)

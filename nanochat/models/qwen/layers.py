@@ -32,7 +32,7 @@ class Vocabulary(nn.Module):
 
     def __init__(self, config: QwenConfig):
         super().__init__()
-        self.shape = (config.vocab_size, config.n_embd)  # of the weight
+        self.shape = (config.vocab_size, config.n_embd)  # the shape of the weight
         self.weight = nn.Parameter(torch.empty(self.shape))
         self.multiply: Multiply | None = None  # replaces the product with the weight, as in Linear
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanochat.attention import PlainAttention
 from nanochat.cache import Cache
-from nanochat.context import Context, Rows
+from nanochat.context import Context
 from nanochat.gpt import RotaryCache, logits_or_loss, rotary_tables
 from nanochat.linear import matrix_shapes
 from nanochat.models.lora import LowRank, adapted
@@ -171,7 +171,7 @@ class Qwen(nn.Module):
 
         Without a context, every row is a whole sequence.
         """
-        context = context or Rows()
+        context = context or Context()
         context.bind(self)
         x = self.embed(idx)
         rotary = self.rotary(context, idx.size(1))

@@ -154,7 +154,7 @@ def _of_hub(name: str) -> Attention:
     try:
         kernel = importlib.import_module("kernels").get_kernel(name)
         return kernel.flash_attn_interface.flash_attn_func
-    except Exception as failure:  # a foreign library, which loads code from the network
+    except Exception as failure:  # a third-party library, which downloads code
         raise UserError(
             tr(
                 "{hub}={name} was asked for, but cannot be had: {failure}. Install the "

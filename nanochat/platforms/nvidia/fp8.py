@@ -49,7 +49,7 @@ def _times(
     a_factor: Tensor,
     b: Tensor,  # (K, N), which the GPU reads by columns
     b_factor: Tensor,
-    dtype: torch.dtype,  # of the product
+    dtype: torch.dtype,  # the format of the product
     fast: bool = False,  # sum in fewer bits
 ) -> Tensor:  # (M, N)
     """Return the product of two 8-bit matrices, times both of their factors."""

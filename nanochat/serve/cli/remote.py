@@ -26,11 +26,11 @@ READ_SECONDS = 600  # a busy server may take minutes to its first token
 SETTINGS = ("temperature", "min_p", "top_k", "max_tokens")
 NOT_OPENAI = ("min_p", "top_k")  # settings that OpenAI's own server refuses
 LOOK_SECONDS = 0.1  # how often a reply under way checks whether it was stopped
-JSON_BYTES = 4 << 20  # of an answer that is not streamed
+JSON_BYTES = 4 << 20  # the longest answer that is not streamed
 JSON_SECONDS = 60.0  # for the whole of it to arrive
-LINE_BYTES = 1 << 20  # of a line of a streamed reply
-REPLY_BYTES = 64 << 20  # of a whole streamed reply
-REASON_LETTERS = 500  # of what a server says about a failure
+LINE_BYTES = 1 << 20  # the longest line of a streamed reply
+REPLY_BYTES = 64 << 20  # the longest streamed reply
+REASON_LETTERS = 500  # letters to show of a server's reason for a failure
 LONGEST_NAME = 200  # characters of a model's name
 LARGEST_SETTING = 1e9
 
@@ -202,7 +202,7 @@ class Remote:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as failure:
             raise UserError(
-                tr("{url} sent what is no chat completion: check --url", url=self.url)
+                tr("{url} sent something other than a chat completion: check --url", url=self.url)
             ) from failure
 
     def _send(

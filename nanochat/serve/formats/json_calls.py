@@ -1,6 +1,6 @@
 """Calls that are written as Hermes and Qwen3 do: <tool_call>{"name": ..., "arguments": ...}.
 
-A call is passed on argument by argument. What is no call of one of the functions stays text.
+A call is passed on argument by argument. Anything that is not a call of one of the functions stays text.
 """
 
 import json
@@ -111,7 +111,7 @@ class JsonCalls(MarkedCalls):
         return bool(mark)
 
     def _tail(self, pieces: list[Piece], last: bool) -> bool:
-        """Read past the end of a call; a missing mark is no fault."""
+        """Read past the end of a call; a missing mark is accepted."""
         match = _TAIL.match(self._rest)
         is_closed = match is not None and match[1] is not None
         may_close = f"}}{CLOSE}".startswith("".join(self._rest.split()))

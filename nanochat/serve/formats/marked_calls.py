@@ -13,7 +13,7 @@ class MarkedCalls(ABC):
     """Turns the text of a reply into words and calls; see Parser.
 
     The parser is always in one state, a method that moves text from `_rest` to `pieces` and returns
-    whether another state goes on. A form of calls adds the states after `_head`.
+    whether another state follows. A form of calls adds the states after `_head`.
     """
 
     marks: Sequence[str]  # with which a call may begin

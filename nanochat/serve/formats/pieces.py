@@ -36,7 +36,7 @@ class Call:
 class Arguments:
     """The next characters of the arguments of the latest call, which are JSON together.
 
-    If the model broke the call off, or wrote something else than JSON, they are no valid JSON.
+    If the model broke the call off, or wrote something other than JSON, they are not valid JSON.
     """
 
     text: str

@@ -10,9 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-MOST_DEPTH = (
-    100  # of objects and lists in each other; templates and schemas are walked by recursion
-)
+MOST_DEPTH = 100  # levels of objects and lists; templates and schemas are walked by recursion
 # The key of what a model wrote in place of a JSON object, where only an object can be passed on.
 # Anthropic's documentation names it.
 NO_JSON = "INVALID_JSON"
@@ -36,7 +34,7 @@ class TooDeep(ValueError):
 def parsed(text: str, strict: bool = True) -> Any:
     """Return the value of JSON text, with U+FFFD in place of each unpaired surrogate.
 
-    Unless `strict`, line breaks in strings are no fault. Raises NotFinite for NaN, Infinity and
+    Unless `strict`, line breaks in strings are allowed. Raises NotFinite for NaN, Infinity and
     numbers too large for a float, TooDeep, and ValueError for other text that is no JSON.
     """
     if _SURROGATE.search(text):

@@ -1,7 +1,7 @@
 """Calls that are written as Qwen3-Coder and Qwen3.5 do, with each argument in a tag of its own.
 
 <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>. A call is passed
-on argument by argument, as JSON. What is no call of one of the functions stays text.
+on argument by argument, as JSON. Anything that is not a call of one of the functions stays text.
 """
 
 import re
@@ -109,7 +109,7 @@ class XmlCalls(MarkedCalls):
         self._arguments += 1
 
     def _tail(self, pieces: list[Piece], last: bool) -> bool:
-        """Read past the closing mark; a missing one is no fault."""
+        """Read past the closing mark; a missing one is accepted."""
         match = _TAIL.match(self._rest)
         if not match and not last and CLOSE.startswith(self._rest.lstrip()):
             return False

@@ -267,7 +267,7 @@ class Answer(Response):
     async def _news(self) -> list[tuple[int, Event]]:
         """Wait for events of the replies, and return them, each with its reply's index.
 
-        Raises ApiError if the replies cannot go on, for example because the engine failed.
+        Raises ApiError if the replies cannot continue, for example because the engine failed.
         """
         try:
             news = await self.ticket.events()

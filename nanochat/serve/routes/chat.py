@@ -44,12 +44,8 @@ from nanochat.serve.routes.fields import (
     upper_bound,
 )
 from nanochat.serve.routes.fitted import OPTIONS, fitted, read_max_thought, read_options
-from nanochat.serve.routes.messages import (
-    continues,
-    make_prompt,
-    read_conversation,
-    without_beginning,
-)
+from nanochat.serve.routes.messages import read_conversation
+from nanochat.serve.routes.prompts import continues, make_prompt, without_beginning
 from nanochat.serve.routes.reply import Form, Reply, form_of
 from nanochat.serve.routes.tools import Tools, read_tools
 from nanochat.tokenizer import Tokenizer

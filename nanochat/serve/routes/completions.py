@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.engine import MOST_SAMPLES
 from nanochat.generate.reply import Alternatives, Event, Scored, TextStream
 from nanochat.generate.sampling import Sampling
 from nanochat.serve.routes.answers import (
@@ -26,6 +25,7 @@ from nanochat.serve.routes.answers import (
     spelling,
 )
 from nanochat.serve.routes.fields import (
+    MOST_SAMPLES,
     READ,
     VLLM_NEUTRAL,
     ApiError,
@@ -56,7 +56,7 @@ FIELDS = READ | {
     "add_special_tokens",
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = {"suffix": ("",), **VLLM_NEUTRAL}
-MAX_TOKENS = 16  # of a reply if the request does not set it; OpenAI's value for this route
+MAX_TOKENS = 16  # the limit for a reply by default, as OpenAI has it for this route
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class CompletionRequest:
     prompts: list[str | list[int]]
     settings: ReplySettings
     echo: bool
-    logprobs: bool  # of the reply, and with `echo` also of the prompt
+    logprobs: bool  # whether to list them for the reply and, with `echo`, the prompt
     prompt_logprobs: bool
     silent: bool  # max_tokens is 0, so only the prompt is of interest
     bos: bool  # put the token that begins a document in front of texts

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanochat.common import UserError
-from nanochat.engine import MOST_SAMPLES, sample_settings
+from nanochat.engine import sample_settings
 from nanochat.generate.sampling import (
     LONGEST_STOP,
     MOST_ALTERNATIVES,
@@ -113,6 +113,7 @@ VALUES = frozenset({"const", "default", "enum", "example", "examples"})
 # bytes before it is sent, so one answer takes at most 160 MB. A reply of 4,096 tokens with 20
 # alternatives has 86,016 of them.
 MOST_SCORES = 1 << 18
+MOST_SAMPLES = 128  # most replies to one prompt, and most prompts of one request
 
 
 class ApiError(Exception):

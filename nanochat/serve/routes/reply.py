@@ -47,7 +47,7 @@ def form_of(
 class Reply:
     """Turns the parts of a growing reply into pieces, and collects them.
 
-    White space is left out around calls, and where a thought is followed by nothing else.
+    White space is left out around calls, and after a thought that ends the reply.
     """
 
     def __init__(self, form: Form = Form()) -> None:

@@ -16,11 +16,8 @@ from nanochat.serve.routes.fields import (
     token_ids,
 )
 from nanochat.serve.routes.fitted import OPTIONS, fitted, read_options
-from nanochat.serve.routes.messages import (
-    chat_tokens,
-    continues,
-    read_conversation,
-)
+from nanochat.serve.routes.messages import read_conversation
+from nanochat.serve.routes.prompts import chat_tokens, continues
 from nanochat.serve.routes.tools import read_tools
 from nanochat.tokenizer import Tokenizer
 

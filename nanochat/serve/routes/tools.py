@@ -32,7 +32,7 @@ class Tools:
     """The functions that a client offers."""
 
     parameters: Mapping[str, Any] = field(default_factory=dict)  # schemas of arguments, by name
-    definitions: tuple[dict[str, Any], ...] = ()  # of functions that may be called, as OpenAI's
+    definitions: tuple[dict[str, Any], ...] = ()  # the callable functions, as OpenAI's
     forced: tuple[str, ...] = ()  # the reply must call one of these; empty if no call is required
     parallel: bool | None = None  # whether a reply may have several calls; None: not said
     # The types of the client's other tools, such as web_search, which this server does not have.
@@ -193,7 +193,7 @@ def _named(choice: Any, parameters: Mapping[str, Any]) -> str:
 def _is_function(item: Any, name: str) -> bool:
     """Return whether an item of `tools`, which errors call `name`, is a function.
 
-    Raises ApiError (400) if it is no tool at all.
+    Raises ApiError (400) if it is not a tool at all.
     """
     tool_type = item.get("type") if isinstance(item, dict) else None
     if not isinstance(tool_type, str) or not TYPE.fullmatch(tool_type):

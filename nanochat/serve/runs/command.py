@@ -70,21 +70,21 @@ def arguments(fields: Sequence[Field], values: Values) -> list[str]:
         if field["kind"] == SWITCH:
             if not isinstance(value, bool):
                 raise _refuse(name, f"must be true or false, got {type(value).__name__}")
-            given = [f"{flag}={value}"]
+            flag_words = [f"{flag}={value}"]
         elif field["kind"] == LIST:
             value = _items(name, value)
-            given = [flag, *value] if value else []
+            flag_words = [flag, *value] if value else []
         else:
-            given = [f"{flag}={_text(name, value)}"] if value != "" else []
-        if field["required"] and not given:
+            flag_words = [f"{flag}={_text(name, value)}"] if value != "" else []
+        if field["required"] and not flag_words:
             raise _refuse(name, "must be given")
         if value != field["default"]:
-            words += given
+            words += flag_words
     return words
 
 
 def command(script: str, words: Sequence[str], processes: int) -> list[str]:
-    """Return the argument list that runs a script in so many processes, one for each device."""
+    """Return the argument list that runs a script in `processes` processes, one for each device."""
     if processes == 1:
         return [sys.executable, "-m", script, *words]
     launcher = [sys.executable, "-m", LAUNCHER, f"--nproc_per_node={processes}"]

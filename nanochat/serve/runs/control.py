@@ -31,7 +31,7 @@ NEW = "tune"  # the stage that the page starts; it resumes every stage
 BODY_BYTES = 1 << 18  # largest body of a request
 CHILD_SECONDS = 600  # how long a forecast or a check may take
 MOST_OUTPUT = 16_000  # characters of a child's output that are sent, the last ones
-MOST_PROCESSES = 1024  # of a run that is resumed
+MOST_PROCESSES = 1024  # the most ranks of a run that is resumed
 MOST_WAITING = 8  # requests that may wait for a child; one child runs at a time
 LANGUAGES = ("en", "zh")
 
@@ -43,7 +43,7 @@ class Form:
     stage: str
     run: Run | None
     fields: Sequence[command.Field]  # all flags of the script
-    values: Mapping[str, Any]  # of a run that is resumed
+    values: Mapping[str, Any]  # the form of a run that is resumed
     processes: int
 
     @property

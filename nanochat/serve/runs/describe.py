@@ -23,7 +23,7 @@ SILENT_SECONDS = 120
 SILENT_STEPS = 20
 MOST_RUN_BYTES = 1 << 20  # size limit of a run.json
 LONGEST_FACT = 200  # characters
-FACTS = ("device", "ranks", "dtype", "parameters")  # of run.json, for the page
+FACTS = ("device", "ranks", "dtype", "parameters")  # keys of run.json that the page shows
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from nanochat.data.locks import NO_LOCKS, open_regular
 RECORD, LOG = "started.json", "started.log"
 PRIVATE = 0o600  # the mode of both files
 OTHERS = 0o077  # the bits of a mode that let anyone but the owner in
-MOST_BYTES = 4 << 20  # of a record, whose form may hold long lists
+MOST_BYTES = 4 << 20  # the largest record; its form may hold long lists
 PROC = Path("/proc")
 
 
@@ -38,7 +38,7 @@ class Record:
     pid: int
     born: str
     argv: tuple[str, ...]
-    values: Mapping[str, Any]  # of the form
+    values: Mapping[str, Any]  # the values of the form
     processes: int
     started_at: float  # seconds since 1970
     stopping: bool = False  # whether the page has asked the run to save and stop

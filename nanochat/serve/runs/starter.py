@@ -21,7 +21,7 @@ from nanochat.serve.runs.record import Record
 
 MOST_RUNNING = 1  # runs of the page at the same time: each takes its devices for itself
 MOST_LISTED = 50  # runs that the page has started; the oldest are left out
-LOG_BYTES = 1 << 16  # of a log in one answer
+LOG_BYTES = 1 << 16  # the most bytes of a log in one answer
 SECRETS = {"NANOCHAT_API_KEY"}  # variables of the server that a run does not get
 
 
@@ -46,10 +46,10 @@ class Starter:
     def environment(self, language: str) -> dict[str, str]:
         """Return the environment of a run whose messages are in a language, "en" or "zh"."""
         inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
-        own = {"NANOCHAT_BASE_DIR": str(self.base), "NANOCHAT_LANG": language}
+        settings = {"NANOCHAT_BASE_DIR": str(self.base), "NANOCHAT_LANG": language}
         # The launcher of several ranks waits 30 seconds by default, in which not every model saves.
         patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
-        return {**patience, **inherited, **own, "PYTHONUNBUFFERED": "1"}
+        return {**patience, **inherited, **settings, "PYTHONUNBUFFERED": "1"}
 
     def start(self, start: Start) -> None:
         """Start a run.
@@ -58,9 +58,9 @@ class Starter:
         """
         self._collect()
         run = start.run
-        others = self._running() - {run.folder}
-        if len(others) >= MOST_RUNNING:
-            names = ", ".join(visible(folder.name) for folder in others)
+        other_folders = self._running() - {run.folder}
+        if len(other_folders) >= MOST_RUNNING:
+            names = ", ".join(visible(folder.name) for folder in other_folders)
             text = (
                 f"{names} is training, and one run takes all devices: stop it or wait for its end"
             )

@@ -2,11 +2,16 @@
 
 import math
 from collections.abc import Mapping
+from typing import cast
 
 import numpy as np
+import torch.nn as nn
 
 from nanochat.data.sources.published import SOURCES
+from nanochat.model import Model
+from nanochat.optim import OneRate, Rates
 from nanochat.prepare.token_files import dtype_for
+from nanochat.runtime.parallel import trained
 from nanochat.train.flags import RunFlags
 
 SPEEDRUN = ("base", "mid", "sft", "rl")  # the stages of a speedrun that save checkpoints
@@ -25,6 +30,20 @@ BESIDE_TENSORS = 1.01
 DOWNLOADS, CHATS = 3.5e9, 1.5e9
 
 
+def saved_bytes(model: Model, rates: Rates | OneRate) -> int:
+    """Return roughly how many bytes the parameters and optimizer state of a checkpoint take.
+
+    AdamW saves two moments of each parameter, but only one of the table of bigrams, whose first
+    beta is 0. Muon saves one.
+    """
+    roles = model.parameter_roles()
+    one_moment = {"bigram", "matrix"} if rates.matrix_optimizer == "muon" else {"bigram"}
+    return sum(
+        parameter.nbytes * (2 if roles[name] in one_moment else 3)
+        for name, parameter in trained(cast(nn.Module, model))
+    )
+
+
 def of_checkpoints(checkpoint: float, count: int = 1) -> float:
     """Return the bytes of `count` checkpoints whose tensors take `checkpoint` bytes each."""
     return count * BESIDE_TENSORS * checkpoint
@@ -35,7 +54,7 @@ def of_run(
 ) -> dict[str, float]:
     """Return a dict from each kind of data in a run to the most bytes that it takes on disk.
 
-    `checkpoint` is the number of bytes in a checkpoint's tensors (optim.saved_bytes), and `texts`
+    `checkpoint` is the number of bytes in a checkpoint's tensors (saved_bytes), and `texts`
     maps each corpus to the bytes of its shards. `published_chats` says whether later stages learn
     from the published conversations. Every stage keeps its newest checkpoints, and the stage that
     is running holds one more, "newest", because it writes a new checkpoint before it deletes the

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from nanochat.common import UserError, tr
 from nanochat.device import Compute
 
-SHARE = 0.9  # of the reachable memory; the rest is for the optimizer's step and for fragments
+SHARE = 0.9  # share of the reachable memory; the rest is for the optimizer's step and for fragments
 
 
 def reachable(compute: Compute) -> int:

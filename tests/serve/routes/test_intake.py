@@ -10,7 +10,7 @@ from fastapi import Request
 
 from nanochat.data.conversation import Conversation, Message, Part, assistant, system, user
 from nanochat.serve.routes.fields import ApiError
-from nanochat.serve.routes.messages import SLICE, PromptTooLong, make_prompt
+from nanochat.serve.routes.prompts import SLICE, PromptTooLong, make_prompt
 from nanochat.serve.server import BODY_BYTES, LARGE_BYTES, decode_json, read_body
 from nanochat.serve.waiting import MOST_ADDRESSES, FairQueue, Turn, Turns
 from tests.support.fake_engine import ByteTokenizer

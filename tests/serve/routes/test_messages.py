@@ -11,13 +11,8 @@ from nanochat.serve.formats.values import NO_JSON
 from nanochat.serve.routes.chat import read_chat
 from nanochat.serve.routes.fields import ApiError, Defaults, Limits
 from nanochat.serve.routes.fitted import fitted, read_options, written
-from nanochat.serve.routes.messages import (
-    PromptTooLong,
-    alternating,
-    as_request,
-    make_prompt,
-    read_conversation,
-)
+from nanochat.serve.routes.messages import alternating, as_request, read_conversation
+from nanochat.serve.routes.prompts import PromptTooLong, make_prompt
 from nanochat.serve.routes.tokens import tokenize
 from nanochat.serve.routes.tools import Tools, read_tools
 from nanochat.tokenizer import ROLES

@@ -8,8 +8,9 @@ import torch
 from nanochat.checkpoint_manager.files import prune, publish, step_dir
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import Optimizers, Rates, saved_bytes
+from nanochat.optim import Optimizers, Rates
 from nanochat.train.fit import disk
+from nanochat.train.fit.disk import saved_bytes
 from nanochat.train.flags import RunFlags
 from tests.support.tiny_model import on_cpu, tiny_tokenizer
 

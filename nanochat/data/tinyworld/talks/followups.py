@@ -24,7 +24,7 @@ from nanochat.data.tinyworld.wording import (
 from nanochat.data.tinyworld.words import Language, data_text, full_stop
 
 TURNS = (2, 4)
-SAME_THING_SHARE = 0.65  # of follow-ups; all others ask about another thing
+SAME_THING_SHARE = 0.65  # share of follow-ups about the same thing as before
 
 
 @functools.cache

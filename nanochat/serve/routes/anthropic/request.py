@@ -28,7 +28,7 @@ from nanochat.serve.routes.fields import (
     read_fields,
 )
 from nanochat.serve.routes.fitted import fitted
-from nanochat.serve.routes.messages import PromptTooLong, chat_tokens, is_large, least_tokens
+from nanochat.serve.routes.prompts import PromptTooLong, chat_tokens, is_large, least_tokens
 from nanochat.tokenizer import Tokenizer
 
 SAME = ("max_tokens", "temperature", "top_p", "top_k", "stream")  # as on the chat route
@@ -54,7 +54,7 @@ FIELDS = {
     "tools",
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools, and their OpenAI names
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # tool choices -> their OpenAI names
 THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 # Fields of the chat route in its errors, and their names on this route.
 NAMES = (

@@ -22,7 +22,7 @@ SIGNATURE = "unsigned"
 
 
 class MessageWriter:
-    """Writes the reply to one request. Calculations are left out, as the format has no place."""
+    """Writes the reply to one request, without calculations, for which the format has no place."""
 
     def __init__(
         self,

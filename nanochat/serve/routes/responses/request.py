@@ -27,11 +27,11 @@ from nanochat.serve.routes.fitted import OPTIONS, fitted, read_max_thought, read
 from nanochat.serve.routes.messages import (
     alternating,
     as_request,
-    make_prompt,
     read_conversation,
     text_of,
     with_instructions,
 )
+from nanochat.serve.routes.prompts import make_prompt
 from nanochat.serve.routes.reply import form_of
 from nanochat.serve.routes.responses.store import Shelf
 from nanochat.serve.routes.responses.writer import Repeated, ResponseWriter
@@ -184,7 +184,7 @@ def _text(fields: dict[str, Any], name: str) -> str | None:
 
 
 def _check_include(value: Any) -> None:
-    """Raise ApiError (400) if `include` is no list of texts, or asks for log-probabilities.
+    """Raise ApiError (400) if `include` is not a list of texts, or asks for log-probabilities.
 
     Everything else that it can ask for belongs to reasoning, images or tools of OpenAI's, which no
     response of this server has.
@@ -219,7 +219,7 @@ def read_input(items: Any, earlier: Sequence[dict[str, Any]]) -> Conversation:
         call_ids |= {call["id"] for call in message.get("tool_calls", ())}
     messages = []
     positions = []  # in `items`, for each of the messages
-    thought = ""  # of the reply that comes next
+    thought = ""  # the thought of the reply that comes next
     for i, item in enumerate(items):
         if isinstance(item, dict):
             if item.get("type") == "reasoning":

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from nanochat.serve.routes.fields import ApiError
 
 MOST = 1000  # responses
-MOST_BYTES = 32 * 2**20  # of all responses together, each with the messages that led to it
+MOST_BYTES = 32 * 2**20  # all responses together, each with the messages before it
 SECONDS = 3600.0  # since the last use of a response
 GONE = "there is no response {number!r}: it was not stored, is too old, or gave way to newer ones"
 
 
 class _Entry(NamedTuple):
-    address: str  # of the client that made the response
+    address: str  # the client that asked for the response
     used: float
     messages: bytes
     body: bytes
