@@ -4,6 +4,7 @@ On a CPU with a single rank, RowAdam steps the table of bigrams. muon.py has the
 and schedule.py says how the rates change during a run.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -153,7 +154,23 @@ class OneRate:
 # --- the optimizers ------------------------------------------------------------------------------
 
 
-class RowAdam(torch.optim.Optimizer):
+class _UntracedOptimizer(torch.optim.Optimizer):
+    """An optimizer that torch.compile never traces, since only models are compiled here.
+
+    torch imports its compiler, for about two seconds, to keep these methods out of traced code.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class _AdamW(_UntracedOptimizer, torch.optim.AdamW):
+    """torch's AdamW, which does not import torch's compiler either."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+class RowAdam(_UntracedOptimizer):
     """AdamW without momentum and decay, for large tables in which each step reads few rows.
 
     A step changes only the rows that have a gradient. Without momentum, any other row stays as it
@@ -224,7 +241,7 @@ class _Stack:
         return max(1.0, self.exchange.rows / self.exchange.cols) ** 0.5
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(_UntracedOptimizer):
     """Muon for matrices that are whole on every rank or that FSDP2 has sharded by rows.
 
     Every rank orthogonalizes its share of the matrices of one shape; see MatrixExchange.
@@ -392,7 +409,7 @@ class Optimizers:
             (row_groups if is_sparse else groups).append(group)
         places = map(place_of, self.names)
         self.place = max(places, key=lambda place: place.shards * place.replicas)
-        self.adamw = torch.optim.AdamW(groups, fused=True)
+        self.adamw = _AdamW(groups, fused=True)
         self.rows = RowAdam(row_groups, {}) if row_groups else None
         self.muon = None
         if rates.matrix_optimizer == "muon":

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from nanochat import device
 from nanochat.checkpoint_manager.files import read_meta, step_dir, write_meta
@@ -140,6 +139,8 @@ def test_the_seed_draws_the_first_values_of_an_adapter(models: Path) -> None:
 def test_steps_compile_nothing_that_was_not_compiled_before_them(
     models: Path, monkeypatch: pytest.MonkeyPatch, loss: str
 ) -> None:
+    from torch._dynamo.utils import counters  # seconds, which only this test needs
+
     real, compile_model, graphs = torch.compile, compiling._compile, []
     monkeypatch.setattr(device, "compiler_missing", lambda compute: "")
     monkeypatch.setattr(torch, "compile", lambda model, **rest: real(model, backend="eager", **rest))
