@@ -52,11 +52,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
-def test_a_run_of_every_parameter_that_was_stopped_ends_with_the_same_bits(
-    models: Path, base: Path, family: str
-) -> None:
-    flags = {"family": family, "lora_rank": 0, "checkpoint_activations": True}
+def test_a_run_of_every_parameter_that_was_stopped_ends_with_the_same_bits(models: Path, base: Path) -> None:
+    flags = {"family": "qwen3-moe", "lora_rank": 0, "checkpoint_activations": True}
     finetune.train(config(models, **flags), on_cpu())
     file = checkpoint_dir("tune", "made") / "step_000004" / "model.safetensors"
     straight = file.read_bytes()
