@@ -10,6 +10,7 @@ tests/repository/test_architecture.py and dev/floorplan.py read it too.
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 from statistics import median
 
@@ -49,12 +50,18 @@ def room_of(path: str) -> str:
     return path.split("/")[1].removesuffix(".py")
 
 
+@lru_cache(maxsize=2)
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Return the nodes of a tree. They are kept for the next caller, since a walk takes long."""
+    return tuple(ast.walk(tree))
+
+
 def imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield the line and the dotted name of every import, also inside functions.
 
     Relative imports are made absolute.
     """
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -71,6 +78,12 @@ def imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
                 for argument in node.args:
                     if isinstance(argument, ast.Constant):
                         yield node.lineno, argument.value
+
+
+@cache
+def imported_names(path: str, text: str) -> list[str]:
+    """Return the dotted names that a file imports."""
+    return [name for _, name in imports(path, ast.parse(text))]
 
 
 def sources(*folders: str) -> dict[str, str]:
@@ -96,7 +109,7 @@ def arrows(files: Mapping[str, str]) -> dict[tuple[str, str], int]:
         if path == f"{PACKAGE}/__init__.py":
             continue
         room = room_of(path)
-        for _, name in imports(path, ast.parse(text)):
+        for name in imported_names(path, text):
             target = imported_room(name)
             if target not in ("", room):
                 arrow = (room, target)
@@ -115,7 +128,7 @@ def imported_files(files: Mapping[str, str]) -> dict[str, set[str]]:
     targets: dict[str, set[str]] = {}
     for path, text in files.items():
         targets[path] = set()
-        for _, name in imports(path, ast.parse(text)):
+        for name in imported_names(path, text):
             parent = name.rpartition(".")[0]  # `a.b.f` may be a function of a.b
             for module in (name, parent):
                 target = path_of.get(module, path)

@@ -21,6 +21,7 @@ from nanochat.runtime.exchange import MatrixExchange
 from nanochat.runtime.graphs import StepGraph
 from nanochat.runtime.parallel import State, place_of, trained
 from nanochat.runtime.row_adam import RowAdam, apply_missed_decay, make_sparse, moments
+from nanochat.runtime.untraced import AdamW, UntracedOptimizer
 
 # AdamW's learning rate for matrices, as a share of matrix_lr at 768 channels; fitted in dev/LOG.md.
 ADAMW_SHARE = 0.1
@@ -165,7 +166,7 @@ class _Stack:
         return max(1.0, self.exchange.rows / self.exchange.cols) ** 0.5
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(UntracedOptimizer):
     """Muon for matrices that are whole on every rank or that FSDP2 has sharded by rows.
 
     Every rank orthogonalizes its share of the matrices of one shape; see MatrixExchange.
@@ -333,7 +334,7 @@ class Optimizers:
             (row_groups if is_sparse else groups).append(group)
         places = map(place_of, self.names)
         self.place = max(places, key=lambda place: place.shards * place.replicas)
-        self.adamw = torch.optim.AdamW(groups, fused=True)
+        self.adamw = AdamW(groups, fused=True)
         self.rows = RowAdam(row_groups, {}) if row_groups else None
         self.muon = None
         if rates.matrix_optimizer == "muon":

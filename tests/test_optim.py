@@ -1,6 +1,8 @@
 """The settings of each role against the published table, and AdamW against its formulas written out."""
 
+import inspect
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -246,3 +248,14 @@ def test_state_names_everything_and_gives_the_tensors_themselves(steps: int) -> 
     assert {name: whole for name, (_, whole, _) in state.items()} == expected
     assert all(tuple(value.shape) == whole and first == 0 for value, whole, first in state.values())
     assert state["wte.weight.step"][0].item() == steps
+
+
+def test_training_does_not_import_torchs_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import would take more than two CPU seconds of each start."""
+    for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad):
+        monkeypatch.delattr(inspect.unwrap(method), "__dynamo_disable", raising=False)  # what an import left behind
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)
+    model, optimizers = model_and_optimizers()
+    fill_gradients(model, 1)
+    optimizers.step()
+    optimizers.zero_grad()

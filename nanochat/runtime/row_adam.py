@@ -14,9 +14,10 @@ from torch import Tensor
 
 from nanochat.device import local
 from nanochat.runtime.parallel import nonzero_rows, place_of
+from nanochat.runtime.untraced import UntracedOptimizer
 
 
-class RowAdam(torch.optim.Optimizer):
+class RowAdam(UntracedOptimizer):
     """AdamW without momentum and decay, for large tables in which each step reads few rows.
 
     A step changes only the rows that have a gradient. Without momentum, any other row stays as it

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanochat.checkpoint_manager.load import Loaded, load_model
 from nanochat.common import UserError
@@ -19,6 +17,7 @@ from nanochat.export.__main__ import Config, main
 from nanochat.export.huggingface import export, tokenizer_json
 from nanochat.generate.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
+from tests.support.theirs import their_model, their_tokenizer
 from tests.support.tiny_model import on_cpu, tiny_checkpoint, tiny_gpt, tiny_tokenizer
 
 CPU = on_cpu()
@@ -43,7 +42,7 @@ def folder(loaded: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    return their_model(folder, trust_remote_code=True)
 
 
 def ids(loaded: Loaded, rows: int = 3, length: int = 160) -> torch.Tensor:
@@ -78,7 +77,7 @@ def test_the_loss_is_that_of_the_next_token(loaded: Loaded, theirs: Any) -> None
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_halves_are_close(loaded: Loaded, tmp_path: Path, dtype: str) -> None:
     export(loaded, tmp_path / "half", dtype)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "half", trust_remote_code=True)
+    model = their_model(tmp_path / "half", trust_remote_code=True)
     assert str(model.dtype) == f"torch.{dtype}"
     idx = ids(loaded)
     with torch.no_grad():
@@ -86,7 +85,7 @@ def test_halves_are_close(loaded: Loaded, tmp_path: Path, dtype: str) -> None:
 
 
 def test_generation_is_greedy_as_the_engine_s(loaded: Loaded, folder: Path, theirs: Any) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = their_tokenizer(folder, trust_remote_code=True)
     prompts = [loaded.tokenizer.render_prompt(chat("the cat")), loaded.tokenizer.render_prompt(chat("猫 12 + 34"))]
     engine = Engine(loaded.model, loaded.tokenizer, 2, 160)
     for prompt, reply in zip(prompts, engine.generate(prompts, Sampling(temperature=0.0, max_tokens=8)), strict=True):
@@ -108,10 +107,12 @@ TEXTS = [
 
 @pytest.mark.parametrize("vocabulary", [290, 2048])
 def test_the_tokens_are_equal(vocabulary: int, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     documents = list(tinyworld.documents(0, copies=1))[:600]
     ours = tiny_tokenizer() if vocabulary == 290 else Tokenizer.train(documents, vocabulary)
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(ours)), encoding="utf-8")
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     for text in [*TEXTS, *documents, "".join(documents[:20])]:
         assert theirs.encode(text, add_special_tokens=False) == ours.encode(text), text
         assert theirs.decode(ours.encode(text), clean_up_tokenization_spaces=False) == text
@@ -124,12 +125,12 @@ def test_the_tokenizer_gives_only_what_the_model_takes(folder: Path) -> None:
     """Transformers 4 reads this from the file, and would otherwise add token_type_ids; 5 has another default."""
     names = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["model_input_names"]
     assert names == ["input_ids", "attention_mask"]
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = their_tokenizer(folder, trust_remote_code=True)
     assert sorted(tokenizer("the cat")) == sorted(names)
 
 
 def test_a_chat_is_rendered_alike(loaded: Loaded, folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = their_tokenizer(folder, trust_remote_code=True)
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the cat?"},
              {"role": "assistant", "content": "on the mat"}, {"role": "user", "content": "猫？"}]  # fmt: skip
     made = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
@@ -158,5 +159,5 @@ def test_the_command_exports_the_stage_that_is_named(tmp_path: Path, capsys: pyt
     assert "stage base, tag d2, step 5" in capsys.readouterr().out
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["n_layer"] == 4 and config["auto_map"]["AutoModelForCausalLM"].startswith("modeling_nanochat.")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    model = their_model(tmp_path / "out", trust_remote_code=True)
     assert torch.equal(model.lm_head.weight, tiny_gpt(290).lm_head.weight)

@@ -9,7 +9,6 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanochat.checkpoint_manager.load import Loaded, load_published
 from nanochat.checkpoint_manager.locate import checkpoint_dir
@@ -25,6 +24,7 @@ from scripts import finetune
 from tests.export.test_llama_cpp import LlamaServer
 from tests.support.flags import configured
 from tests.support.real_model import gguf_file
+from tests.support.theirs import their_model, their_tokenizer
 from tests.support.tiny_model import on_cpu
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,7 @@ def loaded(real_model: Path) -> Loaded:
 
 @pytest.fixture(scope="module")
 def theirs(real_model: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(real_model, dtype=torch.float32).eval()
+    return their_model(real_model, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_every_weight_has_the_bits_that_gguf_gives(real_model: Path) -> None:
 def test_logits_and_greedy_replies_are_those_of_transformers(
     loaded: Loaded, theirs: Any, chat: list[tuple[list[int], list[int]]], real_model: Path
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(real_model)
+    tokenizer = their_tokenizer(real_model)
     messages: list[dict[str, str]] = []
     for question, (prompt, reply) in zip(QUESTIONS, chat, strict=True):
         messages.append({"role": "user", "content": question})

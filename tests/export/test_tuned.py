@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.checkpoint_manager.load import load_model
@@ -17,6 +16,7 @@ from tests.export.gguf_reader import Reader
 from tests.export.test_llama_vocabulary import folder_with
 from tests.support.flags import configured
 from tests.support.qwens import oracle
+from tests.support.theirs import their_model, their_tokenizer
 from tests.support.tiny_model import on_cpu
 
 
@@ -45,12 +45,12 @@ def test_transformers_computes_the_tuned_model(rank: int, tune: Any, tmp_path: P
     tune(rank)
     main(Config(tmp_path / "out", source="tune"))
     loaded = load_model("tune", None, None, on_cpu())
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    theirs = their_model(tmp_path / "out")
     assert not list((tmp_path / "out").glob("adapter*")) and "LORA" not in (tmp_path / "out" / "README.md").read_text()
     idx = torch.arange(60).view(2, 30)
     with torch.no_grad():
         torch.testing.assert_close(theirs(idx).logits, loaded.model(idx), atol=1e-5, rtol=1e-5)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokenizer = their_tokenizer(tmp_path / "out")
     asked = [{"role": "user", "content": "the cat?"}]
     made = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert made == loaded.tokenizer.render_prompt(chat("the cat?"))
@@ -76,7 +76,7 @@ def test_transformers_computes_what_peft_computed_before_it_was_merged(
                 value.mul_(1.5)
     adapted.save_pretrained(tmp_path / "adapter")
     main(Config(tmp_path / "out", model=tmp_path / "model", adapter=tmp_path / "adapter"))
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    merged = their_model(tmp_path / "out")
     idx = torch.arange(60).view(2, 30)
     with torch.no_grad():
         torch.testing.assert_close(merged(idx).logits, adapted(idx).logits, atol=3e-5, rtol=1e-5)

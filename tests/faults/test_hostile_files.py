@@ -305,7 +305,9 @@ ALIASES = "\n".join(
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 50_000, "{a: " * 30_000, ALIASES, "icl_tasks: 3", "- 1", "\x00", "icl_tasks: [[]]"]
+    "text",
+    ["[" * 50_000, "{a: " * 30_000, ALIASES, "icl_tasks: 3", "- 1", "\x00", "icl_tasks: [[]]"],
+    ids=["lists", "maps", "aliases", "a number", "a list", "NUL", "a task that is a list"],
 )
 def test_a_bundle_that_unfolds_is_refused(text: str, tmp_path: Path) -> None:
     """T56. Injects: a core.yaml with 50,000 nested lists, with aliases that unfold to 9^11 entries, and of other types;
@@ -323,7 +325,9 @@ def test_a_bundle_that_unfolds_is_refused(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [DEEP, '{"a":' * 100_000, "\udc80", "3", '{"text": ["x"]}', '{"messages": {"role": 1}}']
+    "line",
+    [DEEP, '{"a":' * 100_000, "\udc80", "3", '{"text": ["x"]}', '{"messages": {"role": 1}}'],
+    ids=["lists", "objects", "no UTF-8", "a number", "a text that is a list", "messages that are no list"],
 )
 def test_a_line_that_is_nested_too_deeply_is_named(line: str, tmp_path: Path) -> None:
     """T57. Injects: JSON lines with 200,000 nested lists, bytes that are not UTF-8 and values of other types, as own

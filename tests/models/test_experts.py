@@ -21,6 +21,7 @@ from nanochat.models.qwen.model import Qwen
 from nanochat.platforms.operations import Operations
 from tests.models.test_qwen import tokens
 from tests.support.qwens import CONFIGS, oracle, tiny_qwen
+from tests.support.theirs import their_model
 from tests.support.tiny_model import on_cpu
 
 FAMILIES = ["qwen3-moe", "qwen3.5-moe"]
@@ -103,15 +104,13 @@ def one_by_one_folder(model: Qwen, folder: Path) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_one_by_one_give_the_stacks_here_and_in_transformers(family: str, tmp_path: Path) -> None:
-    import transformers
-
     model = tiny_qwen(family)
     folder = one_by_one_folder(model, tmp_path)
     shape = read_config(folder)
     assert shape.mlp_kinds == model.config.mlp_kinds
     assert replace(shape, mlps="M", n_hidden=1) == replace(model.config, mlps="M", n_hidden=1)
     loaded = dict(load_qwen(folder, on_cpu()).named_parameters())
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = their_model(folder, dtype=torch.float32)
     names = dict(theirs.named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(loaded[name], parameter), name

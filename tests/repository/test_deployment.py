@@ -124,7 +124,7 @@ def test_the_names_of_older_guides_start_what_they_became(name: str, tmp_path: P
     assert said.split() == [str(tmp_path / file), *flags.split(), *given.split()]
 
 
-@pytest.mark.parametrize("cards", [3, 7, 8])
+@pytest.mark.parametrize("cards", [7, 8])
 @pytest.mark.parametrize(
     ("script", "flags", "row"),
     [

@@ -9,10 +9,10 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
 
-import pytest
 from markdown_it import MarkdownIt
 
 from nanochat import common
@@ -84,6 +84,11 @@ def read(text: str) -> Document:
         ),
         tuple(t.content for t in inline if t.type == "code_inline"),
     )
+
+
+@cache
+def document(name: str) -> Document:
+    return read((ROOT / name).read_text(encoding="utf-8"))
 
 
 HISTORY = {"CHANGELOG.md", "dev/LOG.md"}  # their commands are those of their day
@@ -187,27 +192,41 @@ def parse_problem(module: str, arguments: list[str]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", sorted({*documents()} - HISTORY))
-def test_commands_are_understood(name: str) -> None:
-    document = read((ROOT / name).read_text(encoding="utf-8"))
-    for text in [
-        *(text for language, text in document.blocks if language in SHELL),
-        *filter(COMMAND.match, document.inline),
-    ]:
-        shell = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
-        assert shell.returncode == 0, f"{name}: {shell.stderr}\n{text}"
-        found = [f"{shlex.join(words)}: {why}" for words in commands(text) if (why := problem(words))]
-        assert not found, "\n".join([name, *found])
+def shell_blocks(name: str) -> list[str]:
+    return [text for language, text in document(name).blocks if language in SHELL]
+
+
+def test_commands_are_understood() -> None:
+    texts: list[str] = []
+    places: dict[tuple[str, ...], set[str]] = {}  # each command once, with the documents that have it
+    for name in {*documents()} - HISTORY:
+        for text in (*shell_blocks(name), *filter(COMMAND.match, document(name).inline)):
+            texts.append(text)
+            for words in commands(text):
+                places.setdefault(tuple(words), set()).add(name)
+    # One shell for all: in a process of its own, each would take longer than everything else here.
+    functions = "".join(f"f{i}() {{\n{text}\n:\n}}\n" for i, text in enumerate(texts))
+    shell = subprocess.run(["bash", "-n"], input=functions, capture_output=True, text=True)
+    assert shell.returncode == 0, shell.stderr
+    found = [
+        f"{sorted(names)}: {shlex.join(words)}: {why}" for words, names in places.items() if (why := problem([*words]))
+    ]
+    assert not found, "\n".join(found)
 
 
 FEW = 50  # steps: a base_train of so few tries something out
 
 
-@pytest.mark.parametrize("name", [name for name in documents() if not name.startswith("dev/")])
-def test_a_trial_in_the_documents_cannot_meet_a_run_of_the_reader(name: str) -> None:
-    blocks = [text for language, text in read((ROOT / name).read_text(encoding="utf-8")).blocks if language in SHELL]
-    runs = [run for text in blocks for words in commands(text) if (run := launched(words))]
-    for module, arguments in runs:
+def test_a_trial_in_the_documents_cannot_meet_a_run_of_the_reader() -> None:
+    runs = [
+        (name, *run)
+        for name in documents()
+        if not name.startswith("dev/")
+        for text in shell_blocks(name)
+        for words in commands(text)
+        if (run := launched(words))
+    ]
+    for name, module, arguments in runs:
         few = re.search(r"--num_iterations[= ](\d+)", " ".join(arguments))
         if module == "scripts.base_train" and few and int(few[1]) <= FEW:
             # Under the tag of the depth, the settings differ from the reader's run, and the trial is refused.
@@ -219,10 +238,10 @@ def test_a_trial_in_the_documents_cannot_meet_a_run_of_the_reader(name: str) -> 
 NAME = r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+"
 
 
-def variables(document: Document) -> set[str]:
+def variables(page: Document) -> set[str]:
     """Environment variables that a document names: as `NAME` or `NAME=value`, or in its shell blocks."""
-    named = {found[1] for text in document.inline if (found := re.fullmatch(rf"\$?({NAME})(=.*)?", text))}
-    for language, text in document.blocks:
+    named = {found[1] for text in page.inline if (found := re.fullmatch(rf"\$?({NAME})(=.*)?", text))}
+    for language, text in page.blocks:
         if language in SHELL:
             named |= set(re.findall(rf"(?:^|\s|-e )({NAME})=", text)) | set(re.findall(rf"\$\{{?({NAME})", text))
     return named
@@ -238,10 +257,9 @@ def read_by_us() -> set[str]:
     return {*quoted, *expanded}
 
 
-@pytest.mark.parametrize("name", documents())
-def test_variables_that_are_named_are_read_by_something(name: str) -> None:
+def test_variables_that_are_named_are_read_by_something() -> None:
     known = read_by_us() | {word for words in FOREIGN_VARIABLES.values() for word in words.split()}
-    assert variables(read((ROOT / name).read_text(encoding="utf-8"))) - known == set()
+    assert {name: unread for name in documents() if (unread := variables(document(name)) - known)} == {}
 
 
 def launch_lines() -> Iterator[tuple[str, str]]:
@@ -261,34 +279,35 @@ def test_launch_lines_of_modules_are_understood() -> None:
     assert launchable == {f"scripts/{file.name}" for file in (ROOT / "scripts").glob("[!_]*.py")}
 
 
-def anchors(text: str) -> set[str]:
+@cache
+def anchors(file: Path) -> set[str]:
     """What `#` of a link may name: headings in lower case, blanks as hyphens, without punctuation."""
-    tokens = MarkdownIt("commonmark").parse(text)
+    tokens = MarkdownIt("commonmark").parse(file.read_text(encoding="utf-8"))
     titles = (tokens[i + 1].content for i, token in enumerate(tokens) if token.type == "heading_open")
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("name", documents())
-def test_links_lead_to_files_that_exist(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    links = read(text).links
-    assert {link[1:] for link in links if link.startswith("#")} <= anchors(text) | {""}
-    local = [link.split("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)]
-    missing = [link for link in local if link and not ((ROOT / name).parent / link).exists()]
-    assert not missing, f"{name}: {missing}"
-    for page, mark in (link.split("#") for link in links if re.match(r"[^:#]+\.md#", link)):
-        assert mark in anchors(((ROOT / name).parent / page).read_text(encoding="utf-8")), f"{name}: {page}#{mark}"
+def is_broken(name: str, link: str) -> bool:
+    """Whether a link of a document leads to no file, or to no heading of a document."""
+    if re.match(r"[a-z]+:", link):
+        return False
+    page, _, mark = link.partition("#")
+    file = (ROOT / name).parent / page if page else ROOT / name
+    return not file.exists() or bool(mark and file.suffix == ".md" and mark not in anchors(file.resolve()))
 
 
-def test_a_translation_has_its_original() -> None:
+def test_links_lead_to_files_and_headings_that_exist() -> None:
+    assert [(name, link) for name in documents() for link in document(name).links if is_broken(name, link)] == []
+    assert [link for link in ("#no", "no.md", "docs/terms.md#no") if not is_broken("README.md", link)] == []
+
+
+def test_two_languages_match() -> None:
     assert [other for plain, other in twins() if plain not in documents()] == []
-
-
-@pytest.mark.parametrize(("plain", "other"), twins())
-def test_two_languages_match(plain: str, other: str) -> None:
-    one, two = (read((ROOT / name).read_text(encoding="utf-8")) for name in (plain, other))
-    assert one.headings == two.headings, f"heading levels of {plain} and {other}"
-    assert [without_comments(b) for b in one.blocks] == [without_comments(b) for b in two.blocks], "code blocks"
+    for plain, other in twins():
+        one, two = document(plain), document(other)
+        assert one.headings == two.headings, f"heading levels of {plain} and {other}"
+        first, second = ([*map(without_comments, page.blocks)] for page in (one, two))
+        assert first == second, f"code blocks of {plain} and {other}"
 
 
 # --- the checks themselves -----------------------------------------------------------------------

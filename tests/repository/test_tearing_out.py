@@ -66,10 +66,10 @@ CHAT = ["scripts.chat_cli", "-p", "What is 2 + 3?", "-t", "0"]
 
 
 def copy_without(appendix: str, folder: Path) -> Path:
-    """A copy of the tree's Python, without an appendix."""
+    """A copy of the tree's Python, without an appendix. What Python compiled is still valid in it."""
     tree = folder / "tree"
     for name in ("nanochat", "scripts", "tasks"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tree / name)
     gone, stays = APPENDICES.get(appendix, ((), ()))
     kept = {tree / "nanochat" / name for name in stays}
     for name in gone:

@@ -126,14 +126,18 @@ def overflow(run: Run, update: Update) -> None:
     run.safeguards.scale = LossScale(1e38, growing=True)
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [(not_finite, "not finite"), (spike, "six sigma"), (overflow, "fp16 overflowed at a loss scale of 1e+38, ")],
+# What makes a step bad is tested with the step (test_step.py): here, what a script does with one, each fault in turn.
+FAULTS: tuple[tuple[Callable[[Run, Update], None], str], ...] = (
+    (not_finite, "not finite"),
+    (spike, "six sigma"),
+    (overflow, "fp16 overflowed at a loss scale of 1e+38, "),
 )
+
+
 def test_a_bad_step_is_skipped_and_the_next_one_is_taken(
-    script: str, world: World, base_folder: Path, monkeypatch: pytest.MonkeyPatch,
-    fault: Callable[[Run, Update], None], reason: str,
-) -> None:  # fmt: skip
+    script: str, world: World, base_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault, reason = FAULTS[SCRIPTS.index(script) % len(FAULTS)]
     real_update, real_finish = Run.update, Run.finish
     bad: list[int] = []
     outcomes: dict[int, Outcome] = {}

@@ -22,6 +22,7 @@ from nanochat.models.qwen.model import Qwen
 from nanochat.runtime.tracking import read_metrics
 from nanochat.tokenizer import ROLES, Tokenizer
 from tests.support.small_world import make_corpus, run_stage, shrink
+from tests.support.theirs import their_model, their_tokenizer
 from tests.support.tiny_model import on_cpu
 
 pytestmark = pytest.mark.slow  # whole stages
@@ -65,13 +66,11 @@ def test_windows_are_refused(trained: Path) -> None:
 
 
 def test_transformers_loads_its_export_without_code_of_ours(trained: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     loaded = load_model("sft", "d2", None, on_cpu(), torch.float32)
     export(loaded, tmp_path / "mine", "float32")
     assert not [name for name in os.listdir(tmp_path / "mine") if name.endswith(".py")]
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "mine").eval()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "mine")
+    theirs = their_model(tmp_path / "mine")
+    tokenizer = their_tokenizer(tmp_path / "mine")
     asked = [{"role": "user", "content": "What is the capital of France? 巴黎"}]
     ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert ids == loaded.tokenizer.render_prompt(chat(asked[0]["content"]))

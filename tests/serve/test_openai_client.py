@@ -1,15 +1,16 @@
 """OpenAI's own client drives every route that it knows, with a key, whole and streamed."""
 
+import importlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.support.fake_engine import SETTINGS
 from tests.support.served import serving
 
-openai = pytest.importorskip("openai")
 KEY = "sk-test"
 MODEL = SETTINGS.model
 QUESTION = [{"role": "user", "content": "the cat sat on the mat, " * 3}]
@@ -32,13 +33,19 @@ def url() -> Iterator[str]:
         yield served.url
 
 
+@pytest.fixture(scope="module")
+def openai() -> Any:
+    """The library, whose import takes seconds."""
+    return importlib.import_module("openai")
+
+
 @pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
+def client(url: str, openai: Any) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
         yield client
 
 
-def test_models(client):
+def test_models(client, openai):
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "nanochat"
     with pytest.raises(openai.NotFoundError):
@@ -110,7 +117,7 @@ def test_responses_whole_and_streamed(client):
     assert text == whole.output_text == event.response.output_text
 
 
-def test_responses_with_tools_and_a_chat_that_the_server_keeps(client):
+def test_responses_with_tools_and_a_chat_that_the_server_keeps(client, openai):
     tool = {"type": "function", "strict": True, **TOOL["function"]}
     fields = {"model": MODEL, "input": "What time is it?", "tools": [tool], "tool_choice": "required",
               "max_output_tokens": 99}  # fmt: skip
@@ -144,7 +151,7 @@ def test_responses_with_tools_and_a_chat_that_the_server_keeps(client):
         assert text == stream.get_final_response().output_text
 
 
-def test_refusals_are_the_clients_own_exceptions(client, url):
+def test_refusals_are_the_clients_own_exceptions(client, openai, url):
     with pytest.raises(openai.AuthenticationError, match="needs its key"):
         openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
     with pytest.raises(openai.BadRequestError) as caught:

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dev.house import imports
+from dev.house import imports, nodes
 
 # As a word of its own or as a part of an identifier, such as `gpu` in `gpu_attention`.
 VENDOR = re.compile(r"(?<![a-z])(torch_npu|cuda|npus?|nccl|hccl|gpus?|nvidia|ascend|flash)(?![a-z])", re.IGNORECASE)
@@ -24,8 +24,8 @@ def check_vendors(path: str, tree: ast.Module) -> Iterator[str]:
     """Vendors are named in platforms/ and in the table of device.py; elsewhere only prose may name a vendor."""
     if path.startswith(MAY_NAME_A_VENDOR):
         return
-    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    prose = {id(node.value) for node in nodes(tree) if isinstance(node, ast.Expr)}
+    for node in nodes(tree):
         words = [] if id(node) in prose else [PUBLISHED.sub("", word) for word in words_of(node)]
         for found in filter(None, map(VENDOR.search, words)):
             yield f"{path}:{getattr(node, 'lineno', 1)}: names a vendor ({found.group()}); ask compute.platform instead"
@@ -38,7 +38,7 @@ def check_comparisons(path: str, tree: ast.Module) -> Iterator[str]:
     """No code asks which device this is: the platform has an attribute for what the code wants to know."""
     if path.startswith(MAY_NAME_A_VENDOR):
         return
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Compare) and any(
             isinstance(op, ast.Eq | ast.NotEq | ast.In | ast.NotIn) for op in node.ops
         ):
@@ -74,10 +74,10 @@ def check_state(path: str, tree: ast.Module) -> Iterator[str]:
             target = target.value
         return target.id if isinstance(target, ast.Name) and target.id in names else ""
 
-    for function in ast.walk(tree):
+    for function in nodes(tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        for node in ast.walk(function):
+        for node in ast.walk(function) if names else ():
             targets: list[ast.AST] = []
             if isinstance(node, ast.Assign | ast.Delete):
                 targets = [target for target in node.targets if not isinstance(target, ast.Name)]

@@ -64,7 +64,7 @@ def run_module(words: list[str], folder: str, variables: dict[str, str], outputs
 
 
 def main() -> None:
-    import torch._dynamo  # noqa: F401  # and with it torch
+    import torch  # noqa: F401
 
     for line in sys.stdin:
         child = os.fork()

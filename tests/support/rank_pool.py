@@ -16,7 +16,7 @@ from nanochat import device
 from tests.support.meeting import join, open_meeting
 from tests.support.ranks import PROCESSES
 
-PROCESSES.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "scripts.base_train", "scripts.chat_rl"])
+PROCESSES.set_forkserver_preload(["torch.distributed.fsdp", "scripts.base_train", "scripts.chat_rl"])
 GRACE_SECONDS = 60  # after one rank fails, the others must end within this time
 
 

@@ -17,9 +17,7 @@ from tests.support.meeting import join, open_meeting
 
 # Processes are forked from one that has imported torch but not used it, which saves seconds for each.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.fsdp", "nanochat.checkpoint_manager.resume", "nanochat.run"]
-)
+PROCESSES.set_forkserver_preload(["torch.distributed.fsdp", "nanochat.checkpoint_manager.resume", "nanochat.run"])
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180) -> list[Any]:

@@ -6,7 +6,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
-import datasets
 import pytest
 
 from nanochat.data.tinyworld import world as tinyworld
@@ -54,7 +53,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
     yield Hub.asked
     server.shutdown()
 
@@ -68,7 +67,7 @@ def test_a_data_set_is_found_in_the_task_folder_then_in_the_cache_then_on_the_hu
     cached.mkdir(parents=True)
     (cached / "ai2_arc-test.arrow").touch()
     monkeypatch.setenv("NANOCHAT_TASK_DIR", str(tmp_path))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     found = whereabouts(
         [
             mmlu.source("all", "test"),

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from nanochat.common import UserError
 from nanochat.platforms.nvidia.attention import NvidiaOperations
@@ -66,7 +65,7 @@ def test_an_older_torch_without_windows_is_asked_for_none(monkeypatch: pytest.Mo
     def varlen_attn(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
         raise AssertionError
 
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     operations = NvidiaOperations(8)
     q = draw(1, 200, 2, 8).bfloat16()
     assert operations.name == TORCHS
@@ -121,7 +120,7 @@ def test_windows_of_torch_are_those_of_the_mask(kv_heads: int, monkeypatch: pyte
         rows = [tuple(x[None, a:b] for x in (query, key, value)) for a, b in pairwise(starts)]
         return torch.cat([Operations().attend(q, k, v, window_size[0], scale)[0] for q, k, v in rows])
 
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     operations = NvidiaOperations(8)
     B, T, window = 3, 200, 64
     q = draw(B, T, 2, 16, seed=1).bfloat16()
@@ -198,6 +197,8 @@ def test_the_fourth_version_is_an_operator_with_gradients_that_compiles(
 
 
 def test_the_choice_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from torch.nn.attention import varlen  # imports the compiler
+
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     auto, plain = Nvidia().operations("auto"), Nvidia().operations("plain")
     assert isinstance(auto, NvidiaOperations) and auto.of_rows is varlen.varlen_attn

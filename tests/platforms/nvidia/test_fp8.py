@@ -151,21 +151,21 @@ def test_pretraining_in_fp8_learns_and_a_run_that_was_stopped_ends_with_the_same
     monkeypatch.setattr(fp8, "_scaled_mm", scaled_mm)
     compute = replace(on_cpu(), dtype=torch.bfloat16, operations=Operations())  # not our C++ kernels
     make_corpus(base_folder)
-    for tag, given, stops in (("bf16", "auto", [None]), ("straight", "fp8", [None]), ("stopped", "fp8", [7, None])):
+    for tag, given, stops in (("bf16", "auto", [None]), ("straight", "fp8", [None]), ("stopped", "fp8", [3, None])):
         for stop in stops:
-            run_stage("base", compute, matmul=given, model_tag=tag, stop_at=stop, eval_every=0)
-    kept = {tag: checkpoint_dir("base", tag) / "step_000020" / "model.safetensors" for tag in ("straight", "stopped")}
+            run_stage("base", compute, matmul=given, model_tag=tag, stop_at=stop, num_iterations=8, eval_every=0)
+    kept = {tag: checkpoint_dir("base", tag) / "step_000008" / "model.safetensors" for tag in ("straight", "stopped")}
     assert kept["straight"].read_bytes() == kept["stopped"].read_bytes()
     exact, coarse = (
         [line["loss"] for line in read_metrics(checkpoint_dir("base", tag)) if "loss" in line]
         for tag in ("bf16", "straight")
     )
     assert exact[0] == pytest.approx(coarse[0], abs=0.01) and exact != coarse
-    assert fmean(coarse[-5:]) == pytest.approx(fmean(exact[-5:]), abs=0.05) and coarse[-1] < coarse[0] - 0.2
+    assert fmean(coarse[-3:]) == pytest.approx(fmean(exact[-3:]), abs=0.05) and coarse[-1] < coarse[0] - 0.1
     with pytest.raises(UserError, match="--matmul: fp8 before, auto now"):
         run_stage("base", compute, model_tag="straight", num_iterations=30)
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch)
-        run_stage("mid", compute, matmul="fp8", model_tag="straight", eval_every=0)
+        run_stage("mid", compute, matmul="fp8", model_tag="straight", num_iterations=8, eval_every=0)
     losses = [line["loss"] for line in read_metrics(checkpoint_dir("mid", "straight")) if "loss" in line]
     assert losses[-1] < losses[0]
