@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed.distributed_c10d as c10d
 
-from nanochat.common import UserError, log, note_end, tr
+from nanochat.common import UserError, log, note_end, tr, with_rank
 from nanochat.device import Compute, with_compute
 from nanochat.runtime import signals
 
@@ -186,8 +186,8 @@ class Watch:
                 "the newest save.",
                 words=words,
             )
-            note_end(words)
-            print(f"{words} (rank {self.compute.rank})", file=sys.stderr, flush=True)
+            if not note_end(words):
+                print(with_rank(words, self.compute.rank), file=sys.stderr, flush=True)
             os._exit(1)  # the main thread waits in a collective that will never end
 
     def gone(self) -> str:
