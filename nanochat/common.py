@@ -169,7 +169,7 @@ def base_dir() -> Path:
             tr(
                 "the base folder cannot be made: {failure}. Set NANOCHAT_BASE_DIR to a "
                 "folder that you may write, then type the same command again.",
-                failure=failure,
+                failure=appendix("nanochat.data.library_words").in_words(failure),
             )
         ) from failure
     return folder
@@ -316,7 +316,7 @@ def read_json(path: Path) -> Any:
                 "{path} cannot be read as JSON: {failure}. Delete it, or copy it again from "
                 "its source",
                 path=path,
-                failure=failure,
+                failure=appendix("nanochat.data.library_words").in_words(failure),
             )
         ) from failure
 
@@ -631,7 +631,7 @@ def _disk_message(failure: OSError) -> str | None:
             "error: {where}: {reason}. Set NANOCHAT_BASE_DIR to a folder that you may write, or "
             "have the rights of this file changed, then type the same command again.",
             where=failure.filename,
-            reason=failure.strerror,
+            reason=appendix("nanochat.data.library_words").os_problem(failure),
         )
     return None
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed.distributed_c10d as c10d
 
 from nanochat.common import UserError, log, note_end, tr, with_rank
+from nanochat.data.library_words import in_words
 from nanochat.device import Compute, with_compute
 from nanochat.runtime import signals
 
@@ -120,7 +121,7 @@ class Watch:
                     tr(
                         "warning: rank {rank} watches no longer: {failure}",
                         rank=self.compute.rank,
-                        failure=failure,
+                        failure=in_words(failure),
                     ),
                     file=sys.stderr,
                     flush=True,

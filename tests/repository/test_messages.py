@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import polib
 import pytest
@@ -29,7 +30,7 @@ MEASURE = "[个只张项条段篇行步道对次份名种轮组层处台路遍�
 THINGS = "对话|词元|参数|文件|文档|检查点|分片|设备|进程|字符|样例|消息|题目|回答|张量|请求|示例|主机|适配器|线程|记录"
 
 
-def is_message(node: ast.AST) -> bool:
+def is_message(node: ast.AST) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and getattr(node.func, "id", "") == "tr"
 
 
@@ -43,7 +44,7 @@ def test_chinese_counts_things_with_a_measure_word() -> None:
                 units.append(node.args[2])
             elif is_message(node):
                 messages.append(node)
-    counted = [ast.literal_eval(unit.args[0]) for unit in units if isinstance(unit, ast.Call) and is_message(unit)]
+    counted = [ast.literal_eval(unit.args[0]) for unit in units if is_message(unit)]
     others = {unit.value for unit in units if isinstance(unit, ast.Constant)}
     assert len(counted) >= 8 and others == {"B"}, "a unit is in bytes or translated"
     bare = {unit: chinese_of[unit] for unit in counted if not re.match(MEASURE, chinese_of[unit])}
