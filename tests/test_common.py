@@ -139,7 +139,7 @@ def end(failure: BaseException | None, monkeypatch: pytest.MonkeyPatch, *words: 
         (UserError("no data; prepare some", 2), 2, "error: no data; prepare some"),
         (KeyboardInterrupt(), 130, "stopped"),
         (OSError(errno.ENOSPC, "", "/data/model"), 1, "error: the disk is full (/data/model)"),
-        (OSError(errno.EACCES, "denied", "/data"), 1, "error: /data: denied. Set NANOCHAT_BASE_DIR"),
+        (OSError(errno.EACCES, "denied", "/data"), 1, "error: /data: permission denied. Set NANOCHAT_BASE_DIR"),
         (OSError(errno.EROFS, "read-only", "/data"), 1, "error: /data: read-only. Set NANOCHAT_BASE_DIR"),
     ],
 )
