@@ -178,7 +178,9 @@ def _value(
     try:
         return Entry(place, parse_json(line.strip()))
     except ValueError as broken:
-        reason = getattr(broken, "msg", broken)  # without a position, which counts from this line
+        # A position would count from this line.
+        is_json = isinstance(broken, json.JSONDecodeError)
+        reason = json_problem(broken) if is_json else in_words(broken)
         return Entry(place, problem=tr("this is not JSON: {reason}", reason=reason))
 
 
