@@ -177,24 +177,23 @@ fi
 
 interrupted=
 trap 'interrupted=1' INT # on Ctrl-C a stage saves by itself and ends with code 0
-NANOCHAT_REASON_FILE=$(mktemp) # in which a stage leaves the reason of its failure
-export NANOCHAT_REASON_FILE
-trap 'rm -f "$NANOCHAT_REASON_FILE"' EXIT
+reason_file=$(mktemp) # in which a stage leaves the reason of its failure, which it does not print then
+trap 'rm -f "$reason_file"' EXIT
 
 run_stage() { # NAME COMMAND...: run a stage; each stage skips or resumes its own work
     local name=$1 code=0 reason
     shift
-    : >"$NANOCHAT_REASON_FILE"
+    : >"$reason_file"
     echo
     echo "== $name"
-    python -m nanochat.runtime.cost "$name" -- "$@" || code=$?
+    NANOCHAT_REASON_FILE=$reason_file python -m nanochat.runtime.cost "$name" -- "$@" || code=$?
     if [ -n "$interrupted" ]; then
         echo "speedrun: stopped in the stage $name; type the same command again to resume" >&2
         exit 130
     fi
     if [ $code -ne 0 ]; then
         echo "speedrun: the stage $name ended with code $code; when the cause is gone, type the same command again to resume" >&2
-        reason=$(cat "$NANOCHAT_REASON_FILE")
+        reason=$(cat "$reason_file")
         echo "${reason:-error: the lines above say why}" >&2 # last, where it is seen
         exit $code
     fi

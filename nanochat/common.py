@@ -55,8 +55,8 @@ DAY_SECONDS = 86_400
 NO_FOLDER_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
-# A mistake usually stops all ranks: this gives rank 0 time to print it, and the launcher time to end
-# the other ranks.
+LAUNCHED = "NANOCHAT_LAUNCHED"  # set by our launcher, which prints why a rank ended
+# Time for rank 0 to print a mistake that stops all ranks, and for the launcher to end the others.
 RANK_0_SECONDS = 10
 
 
@@ -169,7 +169,7 @@ def base_dir() -> Path:
             tr(
                 "the base folder cannot be made: {failure}. Set NANOCHAT_BASE_DIR to a "
                 "folder that you may write, then type the same command again.",
-                failure=failure,
+                failure=appendix("nanochat.data.library_words").in_words(failure),
             )
         ) from failure
     return folder
@@ -316,7 +316,7 @@ def read_json(path: Path) -> Any:
                 "{path} cannot be read as JSON: {failure}. Delete it, or copy it again from "
                 "its source",
                 path=path,
-                failure=failure,
+                failure=appendix("nanochat.data.library_words").in_words(failure),
             )
         ) from failure
 
@@ -564,11 +564,10 @@ def run(
 ) -> None:
     """Parse the command line and call `main`, turning a mistake into one message and an exit code.
 
-    Every script ends with this call. Under torchrun rank 0 prints the message; another rank prints
-    its own only if rank 0 keeps running. Characters that standard output cannot show are escaped.
+    Every script ends with this call. Under torchrun rank 0 prints the message, another rank only if
+    rank 0 keeps running. Characters that standard output cannot show are escaped.
     Exit codes: 0 done, 1 refused, 2 a wrong command line or a missing earlier step, 130 Ctrl-C, 141
-    the reader of standard output has left (`| head`). NANOCHAT_TRACEBACK=1 shows where a UserError
-    was raised.
+    the reader has left (`| head`). NANOCHAT_TRACEBACK=1 shows where a UserError was raised.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -632,7 +631,7 @@ def _disk_message(failure: OSError) -> str | None:
             "error: {where}: {reason}. Set NANOCHAT_BASE_DIR to a folder that you may write, or "
             "have the rights of this file changed, then type the same command again.",
             where=failure.filename,
-            reason=failure.strerror,
+            reason=appendix("nanochat.data.library_words").os_problem(failure),
         )
     return None
 
@@ -656,38 +655,42 @@ def _wait_for_rank_0() -> None:
         time.sleep(RANK_0_SECONDS)
 
 
-def note_end(message: str) -> None:
-    """Write the reason for this rank's end to any files that torchrun and the caller print."""
+def with_rank(message: str, number: int) -> str:
+    """Return a message with the rank that it comes from."""
+    return tr("{message} (rank {rank})", message=message, rank=number)
+
+
+def note_end(message: str) -> bool:
+    """Leave the reason for this rank's end to its callers, and return whether one prints it."""
     alone = os.environ.get("WORLD_SIZE", "1") in ("", "1")
-    reason = message if alone else f"{message} (rank {rank()})"
+    reason = message if alone else with_rank(message, rank())
     # torchrun prints the call stack of the earliest failure. The ranks that it ends itself get a
     # time shortly after, so this failure is dated one second earlier to be sure to come first.
-    moment = int(time.time()) - 1
-    details = {"py_callstack": reason, "timestamp": str(moment)}
+    details = {"py_callstack": reason, "timestamp": str(int(time.time()) - 1)}
     for_torchrun = {"message": {"message": reason, "extraInfo": details}}
-    _write_for_parent("TORCHELASTIC_ERROR_FILE", json.dumps(for_torchrun))
-    _write_for_parent("NANOCHAT_REASON_FILE", f"{reason}\n")
+    launcher_has_it = _write_for_parent("TORCHELASTIC_ERROR_FILE", json.dumps(for_torchrun))
+    script_has_it = _write_for_parent("NANOCHAT_REASON_FILE", f"{reason}\n")
+    return script_has_it or (launcher_has_it and LAUNCHED in os.environ)
 
 
-def _write_for_parent(variable: str, text: str) -> None:
-    """Write a text, if possible, to the file that an environment variable names, if any."""
-    path = os.environ.get(variable)
-    if path:
-        with contextlib.suppress(OSError):
-            Path(path).write_text(text, encoding="utf-8", errors="replace")
+def _write_for_parent(variable: str, text: str) -> bool:
+    """Write a text to the file that an environment variable names, and return whether it is there."""
+    try:
+        return Path(os.environ[variable]).write_text(text, encoding="utf-8", errors="replace") > 0
+    except (KeyError, OSError):
+        return False
 
 
 def complain(message: str, details: str = "") -> None:
-    """Print why this process ends, after any `details`, and pass the message to note_end().
+    """Print any `details` and, unless a caller prints it, why this process ends.
 
-    Most mistakes stop every rank. Ranks other than 0 wait first, because the launcher ends them
-    once rank 0 has printed the message and exited.
+    Ranks other than 0 wait first: most mistakes stop all, and the launcher ends them after rank 0.
     """
     _wait_for_rank_0()
-    note_end(message)
-    if rank() > 0:
-        message = f"{message} (rank {rank()})"
-    print(f"{details}{message}", file=sys.stderr, flush=True)
+    if not note_end(message):
+        details += with_rank(message, rank()) if rank() > 0 else message
+    if details:
+        print(details.rstrip(), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":  # so that shell scripts use the same folder

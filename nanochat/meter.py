@@ -9,7 +9,7 @@ from nanochat import device
 from nanochat.common import UserError, log, tr, warn
 from nanochat.device import Compute
 from nanochat.runtime import parallel
-from nanochat.runtime.progress import plain_duration
+from nanochat.runtime.progress import duration, plain_duration
 from nanochat.schedule import expected_seconds
 from nanochat.step import Outcome
 
@@ -190,9 +190,16 @@ def step_line(line: Mapping[str, Any], steps: int, eta: float) -> str:
 
 def step_note(line: Mapping[str, Any], steps: int, eta: float) -> str:
     """Return the short text about a step that the terminal shows next to the progress bar."""
-    loss = f"{line['smooth_loss']:.3f} (this step {line['loss']:.3f})"
-    pace = f"{line['tokens_per_second']:,.0f} tok/s, {plain_duration(eta)} left"
-    return f"{line['step']}/{steps} loss {loss} {pace}"
+    return tr(
+        "{step}/{steps} loss {smooth_loss:.3f} (this step {loss:.3f}) "
+        "{tokens_per_second:,.0f} tok/s, {time} left",
+        step=line["step"],
+        steps=steps,
+        smooth_loss=line["smooth_loss"],
+        loss=line["loss"],
+        tokens_per_second=line["tokens_per_second"],
+        time=duration(eta),
+    )
 
 
 def listed(figures: Mapping[str, float]) -> str:

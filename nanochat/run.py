@@ -272,7 +272,7 @@ class Run:
             self._profile = profiling().Profile(folder.stage, folder.path, steps_left, compute)
         self._step_start = (0.0, 0.0)  # wall-clock seconds, CPU seconds of this process
         self._progress = Progress(
-            folder.stage, plan.steps, "steps", completed=self.step, shown=compute.main
+            folder.stage, plan.steps, tr("steps"), completed=self.step, shown=compute.main
         )
 
     def __enter__(self) -> "Run":

@@ -29,7 +29,7 @@ esac
 # The seconds that a launcher gives its ranks to save after a signal; its own default is 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
-NANOCHAT_REASON_FILE=$(mktemp) # in which a start leaves the reason of its failure
+NANOCHAT_REASON_FILE=$(mktemp) # in which a start leaves the reason of its failure, which it does not print then
 export NANOCHAT_REASON_FILE
 trap 'rm -f "$NANOCHAT_REASON_FILE"' EXIT
 
@@ -90,7 +90,12 @@ while true; do
         echo "supervise: stopped by $stopped; type the same command again to resume" >&2
         exit "$code"
     fi
-    if [ "$code" -eq 0 ] || [ "$code" -eq 2 ]; then exit "$code"; fi
+    if [ "$code" -eq 0 ]; then exit 0; fi
+    reason=$(cat "$NANOCHAT_REASON_FILE")
+    if [ "$code" -eq 2 ]; then
+        if [ -n "$reason" ]; then echo "$reason" >&2; fi
+        exit 2
+    fi
     if alive; then # a launcher that was killed leaves its ranks behind
         kill -KILL -- "-$child" 2>/dev/null || true
     fi
@@ -102,10 +107,10 @@ while true; do
     fi
     if [ "$fruitless" -ge "${SUPERVISE_TRIES:-3}" ]; then
         echo "supervise: $fruitless starts in a row ended with code $code and saved nothing new; fix the cause, then type the same command again" >&2
-        reason=$(cat "$NANOCHAT_REASON_FILE")
         echo "${reason:-error: the lines above say why}" >&2
         exit "$code"
     fi
+    if [ -n "$reason" ]; then echo "$reason" >&2; fi
     echo "supervise: start $number ended with code $code; restarting in ${SUPERVISE_PAUSE:-5} s" >&2
     number=$((number + 1))
     sleep "${SUPERVISE_PAUSE:-5}" || true

@@ -20,7 +20,7 @@ from nanochat.train import sizes, task_scores
 from nanochat.train.fit import probe
 from nanochat.train.flags import Auto, BatchFlags, CoreFlags, Free, Rare, RunFlags, check_ranges
 from nanochat.train.setup import set_matmul, set_up
-from nanochat.train.validation import Validation
+from nanochat.train.validation import Validation, validation_line
 from tasks.needs import warn_of_missing
 
 
@@ -205,7 +205,7 @@ def train(cfg: Config, compute: Compute) -> None:
                 if due:
                     val_bpb = validation.bits_per_byte(batch.device_batch_size)
                     run.record(val_bpb=val_bpb)
-                    log(f"step {step:05d} | validation: {val_bpb:.4f} bits per byte")
+                    log(validation_line(step, val_bpb))
                     validation.keep_replies(folder.path, step)
                 if run.must_measure(scores.every):
                     run.record(**scores.measure(step))

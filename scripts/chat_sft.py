@@ -30,7 +30,7 @@ from nanochat.train.flags import (
 )
 from nanochat.train.setup import set_up
 from nanochat.train.start_weights import StartWeights
-from nanochat.train.validation import Validation
+from nanochat.train.validation import Validation, validation_line
 from tasks.mixtures import curriculum, mix
 
 
@@ -120,7 +120,7 @@ def train(cfg: Config, compute: Compute) -> None:
                 if due:
                     val_bpb = validation.bits_per_byte(batch.device_batch_size)
                     run.record(val_bpb=val_bpb)
-                    log(f"step {step:05d} | validation: {val_bpb:.4f} bits per byte of the answers")
+                    log(validation_line(step, val_bpb, of_answers=True))
                     validation.keep_replies(folder.path, step)
                 if run.must_measure(scores.every):
                     run.record(**scores.measure(step))

@@ -25,6 +25,7 @@ from tyro.conf import UseAppendAction, arg
 from nanochat.checkpoint_manager.load import PUBLISHED
 from nanochat.checkpoint_manager.locate import trained, updates
 from nanochat.common import UserError, base_dir, language, log, run, tr, warn
+from nanochat.data.library_words import os_problem
 from nanochat.data.traits import Drawing, traits
 from nanochat.device import Compute, compute_cleanup, compute_init
 from nanochat.engine import Engine
@@ -285,8 +286,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on `port` of `host`.
 
     main() calls this before the model loads, so that a port in use is reported at once. Raises
-    UserError with advice if `host` is not an address of this machine, or if `port` is taken or
-    privileged.
+    UserError if `host` is not an address of this machine, or if `port` is taken or privileged.
     """
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -295,7 +295,7 @@ def listen(host: str, port: int) -> socket.socket:
             "--host must be an address of this machine, got {host!r} ({reason}): leave "
             "it out for 127.0.0.1",
             host=host,
-            reason=failure.strerror,
+            reason=os_problem(failure),
         )
         raise UserError(advice) from None
     family, _, _, _, address = infos[0]

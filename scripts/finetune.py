@@ -54,7 +54,7 @@ from nanochat.train.flags import (
 )
 from nanochat.train.forgetting import FIGURE, GeneralText, before_training, read_passages
 from nanochat.train.setup import set_up
-from nanochat.train.validation import Validation
+from nanochat.train.validation import Validation, validation_line
 from tasks.mixtures import HELD_OUT, Mix, own_conversations, own_pairs
 
 # Facts that no flag names. A run resumes only under the rules that it was begun with.
@@ -451,11 +451,12 @@ def train(cfg: Config, compute: Compute) -> None:
                 if due and preference:
                     means = validation.means(preference, batch.device_batch_size)
                     run.record(**{f"val_{name}": mean for name, mean in means.items()})
-                    log(f"step {step:05d} | validation: {listed(means)}")
+                    figures = listed(means)
+                    log(tr("step {step:05d} | validation: {figures}", step=step, figures=figures))
                 elif due:
                     val_bpb = validation.bits_per_byte(batch.device_batch_size)
                     run.record(val_bpb=val_bpb)
-                    log(f"step {step:05d} | validation: {val_bpb:.4f} bits per byte of the answers")
+                    log(validation_line(step, val_bpb, of_answers=True))
                 if due:
                     perplexity = general.measure(step, batch.device_batch_size)
                     run.record(**{FIGURE: perplexity})

@@ -27,7 +27,7 @@ from nanochat.train.flags import (
     check_ranges,
 )
 from nanochat.train.setup import set_up
-from nanochat.train.validation import Validation
+from nanochat.train.validation import Validation, validation_line
 from tasks.mixtures import curriculum, mix
 from tasks.needs import warn_of_missing
 
@@ -108,7 +108,6 @@ def train(cfg: Config, compute: Compute) -> None:
     scale = cfg.init_lr_frac * schedule.rate_scale(per_step)
     optimizers = set_up(model, cfg.rates.for_batch(per_step), scale, folder.path, cfg.run, compute)
     validation = Validation(val_rows, 20 * per_step, model, tokenizer, cfg.stage.samples, compute)
-    of_what = " of the answers" if cfg.answers_only else ""
     measures = curriculum(corpus).measures(False)
     own_data = cfg.chats.conversations is not None
     training = task_scores.TrainingRun(corpus, steps, steps * per_step, own_data)
@@ -124,7 +123,7 @@ def train(cfg: Config, compute: Compute) -> None:
                 if due:
                     val_bpb = validation.bits_per_byte(batch.device_batch_size)
                     run.record(val_bpb=val_bpb)
-                    log(f"step {step:05d} | validation: {val_bpb:.4f} bits per byte{of_what}")
+                    log(validation_line(step, val_bpb, of_answers=cfg.answers_only))
                     validation.keep_replies(folder.path, step)
                 if run.must_measure(scores.every):
                     run.record(**scores.measure(step))

@@ -271,7 +271,7 @@ def print_table(
     )
     table = Table(title=title)
     table.add_column(tr("text"), no_wrap=True)
-    for column in (tr("bytes"), tr("tokens"), tr("ours")):
+    for column in (tr("bytes"), tr("token count"), tr("ours")):
         table.add_column(column, justify="right")
     for name, vocabulary in PUBLISHED.items():
         thousands = round(vocabulary.size / 1000)

@@ -8,6 +8,7 @@ from typing import Any
 
 from nanochat.common import parse_json, tr, visible
 from nanochat.data.conversation import Conversation, Message, Part, Role
+from nanochat.data.library_words import in_words
 from tasks.record_keys import EMPTY, check_message, is_trained
 
 # The role of a message by the name that OpenAI, ShareGPT and ms-swift give it. Calls are messages
@@ -153,7 +154,7 @@ def parsed(text: str, what: str) -> Any:
             tr(
                 "{what} is expected, got a text that is not JSON ({broken}): {text!r}",
                 what=what,
-                broken=broken,
+                broken=in_words(broken),
                 text=text[:40],
             )
         ) from broken

@@ -244,7 +244,8 @@ def own_conversations(
     def read(file: str) -> CustomJSON:
         return CustomJSON(file, own_format=False, skip_bad_lines=skip_bad_lines)
 
-    name, key, conversations = _read_weighted(files, read, tr("conversations"), held_out_every)
+    least = tr("{count:,} conversations", count=2)
+    name, key, conversations = _read_weighted(files, read, least, held_out_every)
     digest = sha256(key.encode()).hexdigest()
     every = conversations.held_out_every
     return Mix(name, digest, lambda: conversations, held_out_every=every)
@@ -264,7 +265,8 @@ def own_pairs(
     def read(file: str) -> list[Pair]:
         return read_pairs(file, skip_bad_lines)
 
-    name, key, pairs = _read_weighted(files, read, tr("pairs"), held_out_every)
+    least = tr("{count:,} pairs", count=2)
+    name, key, pairs = _read_weighted(files, read, least, held_out_every)
     digest = sha256(f"pairs {key}".encode()).hexdigest()
     numbers = np.stack([2 * pairs.numbers, 2 * pairs.numbers + 1], axis=1).reshape(-1)
     answers = Numbered([answer for pair in pairs.items for answer in pair], numbers)
@@ -274,7 +276,7 @@ def own_pairs(
 def _read_weighted(
     files: Sequence[str],
     read_records: Callable[[str], Records[Item]],
-    label: str,
+    least: str,
     held_out_every: int | None,
 ) -> tuple[str, str, Numbered[Item]]:
     """Read weighted files, and return their names, a key of their content, and their records.
@@ -287,7 +289,7 @@ def _read_weighted(
     If every record occurs once, one in `held_out_every` is held out. If that is None, about 30
     (OWN_HELD_OUT) of fewer than 1,500 records are held out, but at most one in 10 (MOST_HELD_OUT).
 
-    Raises UserError if there are fewer than 2 different records.
+    Raises UserError, with `least` as the words for 2 records, if there are fewer different ones.
     """
     items: list[Item] = []
     # For each item, the position of its original among the different ones.
@@ -310,10 +312,10 @@ def _read_weighted(
     if different < 2:
         raise UserError(
             tr(
-                "{files} must hold at least 2 {label}, since one is for validation, got "
+                "{files} must hold at least {least}, since one is for validation, got "
                 "{different}; add more",
                 files=files[0],
-                label=label,
+                least=least,
                 different=different,
             )
         )

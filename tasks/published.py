@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from nanochat.common import UserError, base_dir, check_regular, log, rank, tr
+from nanochat.data.library_words import in_words
 from nanochat.data.parquet_footers import check_packing
 from nanochat.data.sources.hub import endpoint, is_hub
 
@@ -330,7 +331,7 @@ def _check_files(files: Sequence[Path]) -> None:
                 tr(
                     "{path} cannot be read: {failure}. Copy the file again from its source",
                     path=path,
-                    failure=failure,
+                    failure=in_words(failure),
                 ),
                 2,
             ) from failure
@@ -376,7 +377,7 @@ class _Cells(list[dict[str, Any]]):
                 text = tr(
                     "{path} cannot be read: {failure}. Copy the file again from its source",
                     path=path,
-                    failure=broken,
+                    failure=in_words(broken),
                 )
                 raise UserError(text, exit_code=2) from broken
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nanochat.common import UserError, tr
 from nanochat.data.conversation import Conversation
+from nanochat.data.library_words import in_words
 from tasks.common import Ungraded, one_of
 from tasks.messages import read_alternating
 from tasks.published import Published, load_table
@@ -44,6 +45,6 @@ class SmolTalk(Ungraded):
                     "{source}: conversation {i}: {broken}. Copy or fix the file.",
                     source=self._table.source,
                     i=i,
-                    broken=broken,
+                    broken=in_words(broken),
                 )
             ) from broken

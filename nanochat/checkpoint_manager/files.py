@@ -24,6 +24,7 @@ from nanochat.common import (
     warn,
     write_json,
 )
+from nanochat.data.library_words import in_words, os_problem
 
 FORMAT = 1
 # The types of the entries that meta.json must have (NEEDED) or may have (OPTIONAL), and of those
@@ -165,7 +166,7 @@ def prune(folder: Path, keep: int, newest: int) -> None:
                     "{doomed} could not be removed ({failure}); training continues: delete "
                     "it yourself",
                     doomed=doomed,
-                    failure=failure,
+                    failure=in_words(failure),
                 )
             )
 
@@ -291,7 +292,7 @@ def _hash_problem(folder: Path, seals: Mapping[str, _Seal]) -> str:
             digests = list(pool.map(sha256_of, paths))
     except OSError as failure:
         file = failure.filename or tr("a file")
-        return tr("{file} cannot be read ({strerror})", file=file, strerror=failure.strerror)
+        return tr("{file} cannot be read ({strerror})", file=file, strerror=os_problem(failure))
     for name, digest in zip(seals, digests, strict=True):
         if digest != seals[name].sha256:
             return tr("{name} has a wrong SHA-256", name=name)

@@ -20,6 +20,7 @@ from nanochat.checkpoint_manager.parts.model import read_parameters
 from nanochat.checkpoint_manager.parts.rank_state import Optimizers
 from nanochat.checkpoint_manager.same_run import RunSettings
 from nanochat.common import UserError, log, parse_json, tr
+from nanochat.data.library_words import in_words
 from nanochat.data.locks import open_regular
 from nanochat.device import Compute, barrier
 from nanochat.runtime import fingerprint, parallel
@@ -284,7 +285,7 @@ def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
                     "{path} cannot be read as optimizer state ({failure}). Delete {folder} "
                     "to resume from the step before",
                     path=path,
-                    failure=failure,
+                    failure=in_words(failure),
                     folder=folder,
                 )
             ) from failure

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nanochat.common import UserError, tr
+from nanochat.data.library_words import in_words
 
 # Number format -> its name in the header (huggingface.co/docs/safetensors).
 FORMAT_NAMES = {
@@ -43,7 +44,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
                 "{path} is not a whole safetensors file ({failure}): delete its folder to "
                 "use the step before it, or copy the file again",
                 path=path,
-                failure=failure,
+                failure=in_words(failure),
             )
         ) from failure
     for name, tensor in tensors.items():

@@ -21,6 +21,7 @@ from nanochat.checkpoint_manager.files import FORMAT, publish, seal, step_dir, w
 from nanochat.checkpoint_manager.locate import STAGES, checkpoint_dir, make_meta
 from nanochat.checkpoint_manager.tensors import write_tensors
 from nanochat.common import UserError, check_regular, read_json, tr
+from nanochat.data.library_words import in_words
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.runtime import parallel
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
@@ -312,7 +313,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
                 "{path} is not a tokenizer of karpathy/nanochat's HEAD: {failure}. Name "
                 "the folder of one with --tokenizer",
                 path=path,
-                failure=failure,
+                failure=in_words(failure),
             )
         ) from failure
     pattern_names = {pattern: name for name, pattern in PATTERNS.items()}

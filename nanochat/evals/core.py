@@ -29,6 +29,7 @@ from nanochat.common import (
     tr,
     warn,
 )
+from nanochat.data.library_words import in_words
 from nanochat.data.sources import download
 from nanochat.device import Compute
 from nanochat.evals.likelihood import (
@@ -361,7 +362,7 @@ def read_problems(task: IclTask, limit: int | None = None) -> list[dict[str, Any
                         "{path}, line {number}: {failure}. Correct the line, or replace the file",
                         path=task.path,
                         number=number,
-                        failure=failure,
+                        failure=in_words(failure),
                     )
                 ) from failure
             problems.append(problem)

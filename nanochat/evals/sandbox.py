@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.common import UserError, log, tr, warn
+from nanochat.data.library_words import in_words
 from nanochat.evals.system_calls import filter_for
 
 OUTPUT = 64 << 10  # the most bytes of a program's output to return
@@ -70,7 +71,7 @@ def _remove(folder: str) -> None:
         warn(
             tr(
                 "the folder of a program cannot be removed: {failure}. Delete {folder} yourself",
-                failure=failure,
+                failure=in_words(failure),
                 folder=folder,
             )
         )

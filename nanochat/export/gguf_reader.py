@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanochat.common import UserError, tr
+from nanochat.data.library_words import in_words
 
 
 def copy_again() -> str:
@@ -59,7 +60,7 @@ class GGUFFile:
                 tr(
                     "{path} is damaged ({failure}). {copy}",
                     path=path,
-                    failure=failure,
+                    failure=in_words(failure),
                     copy=copy_again(),
                 ),
                 2,

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.common import UserError, parse_json, tr
+from nanochat.data.library_words import in_words
 
 WORDS = 13
 CHARACTERS = 50  # at least half of them Han
@@ -217,7 +218,7 @@ def _texts(path: Path) -> Iterator[str]:
             tr(
                 "the evaluation {path} cannot be read: {failure}. Get the file again.",
                 path=path,
-                failure=failure,
+                failure=in_words(failure),
             ),
             2,
         ) from failure

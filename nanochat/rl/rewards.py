@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from nanochat.common import UserError, tr, warn
 from nanochat.data.conversation import Conversation, Task
+from nanochat.data.library_words import in_words
 from nanochat.evals.chat import Reply, Score, grade_reply
 from nanochat.rl.reward_calls import Arguments, Outcome, RewardFile
 
@@ -113,7 +114,7 @@ class Rewards:
                 ast.parse(text)
             except (SyntaxError, UnicodeDecodeError, ValueError) as failure:
                 raise UserError(
-                    tr("{file} is not Python: {failure}", file=part.file, failure=failure)
+                    tr("{file} is not Python: {failure}", file=part.file, failure=in_words(failure))
                 ) from failure
             texts[part.file] = text
         return texts

@@ -5,7 +5,7 @@ python -m nanochat.runtime.launch --nproc_per_node=8 -m scripts.base_train -- --
 It takes torchrun's flags, and differs from torchrun in two ways. On a single host, the port where
 the processes meet listens only on 127.0.0.1, unless --rdzv_endpoint names another. After a failure,
 the last line gives the reason and the rank or host that failed, where torchrun would print a
-traceback of its own.
+traceback of its own. The ranks leave their reasons to the launcher and do not print them.
 """
 
 import logging
@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import parse_args, run
 
-from nanochat.common import note_end, tr
+from nanochat.common import LAUNCHED, note_end, tr, with_rank
 
 LOOPBACK = "127.0.0.1"
 MEETING_SECONDS = 60
@@ -114,8 +114,8 @@ def _noted_reason(rank: int, text: str, failures: Mapping[int, ProcessFailure]) 
 
     If the message says that another rank is gone, and that rank was killed, add the likely cause.
     """
-    if "(rank " not in text:
-        text = tr("error: {mistake}", mistake=f"{text} (rank {rank})")
+    if not text.endswith(with_rank("", rank)):
+        text = tr("error: {mistake}", mistake=with_rank(text, rank))
     for other, failure in failures.items():
         is_named = tr("rank {rank} is gone", rank=other) in text
         if failure.exitcode == -signal.SIGKILL and is_named:
@@ -137,6 +137,7 @@ def main(words: Sequence[str]) -> int:
     # It would print which process it ends and why, which the last line says better.
     logging.getLogger(multiprocessing_api.__name__).setLevel(logging.CRITICAL)
     options = parse_args(list(words))
+    os.environ[LAUNCHED] = "1"
     is_one_host = options.nnodes in ONE_HOST and not options.rdzv_endpoint
     if options.standalone or is_one_host:
         rendezvous_handler_registry.register("one-host", OneHost)
@@ -182,9 +183,9 @@ def no_meeting(failure: str) -> str:
 
 
 def end(message: str, code: int) -> int:
-    """Print `message`, note it for the script that started this launcher, and return `code`."""
-    note_end(message)
-    print(message, file=sys.stderr, flush=True)
+    """Hand `message` to the script that started this launcher, or print it, and return `code`."""
+    if not note_end(message):
+        print(message, file=sys.stderr, flush=True)
     return code
 
 

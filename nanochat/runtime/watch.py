@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed.distributed_c10d as c10d
 
-from nanochat.common import UserError, log, note_end, tr
+from nanochat.common import UserError, log, note_end, tr, with_rank
+from nanochat.data.library_words import in_words
 from nanochat.device import Compute, with_compute
 from nanochat.runtime import signals
 
@@ -120,7 +121,7 @@ class Watch:
                     tr(
                         "warning: rank {rank} watches no longer: {failure}",
                         rank=self.compute.rank,
-                        failure=failure,
+                        failure=in_words(failure),
                     ),
                     file=sys.stderr,
                     flush=True,
@@ -186,8 +187,8 @@ class Watch:
                 "the newest save.",
                 words=words,
             )
-            note_end(words)
-            print(f"{words} (rank {self.compute.rank})", file=sys.stderr, flush=True)
+            if not note_end(words):
+                print(with_rank(words, self.compute.rank), file=sys.stderr, flush=True)
             os._exit(1)  # the main thread waits in a collective that will never end
 
     def gone(self) -> str:

@@ -18,6 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanochat.common import own_language, tr, warn
+from nanochat.data.library_words import os_problem
 from nanochat.generate.reply import Event
 from nanochat.serve.connections import (
     SOCKET_BYTES,
@@ -227,7 +228,7 @@ class Server(uvicorn.Server):
                 self.connections.seldom.warn(
                     tr(
                         "a connection was not accepted ({strerror}): trying again",
-                        strerror=failure.strerror,
+                        strerror=os_problem(failure),
                     )
                 )
                 self.connections.make_room()

@@ -118,12 +118,23 @@ class GeneralText:
         perplexity = self.perplexity(rows_per_pass)
         if self.before is None:
             self.before = perplexity
-            log(f"step {step:05d} | general text: perplexity {perplexity:.3f}")
+            log(
+                tr(
+                    "step {step:05d} | general text: perplexity {perplexity:.3f}",
+                    step=step,
+                    perplexity=perplexity,
+                )
+            )
             return perplexity
-        factor = perplexity / self.before
         log(
-            f"step {step:05d} | general text: perplexity {perplexity:.3f}, {factor:.2f} times the "
-            f"{self.before:.3f} before training"
+            tr(
+                "step {step:05d} | general text: perplexity {perplexity:.3f}, {factor:.2f} times "
+                "the {before:.3f} before training",
+                step=step,
+                perplexity=perplexity,
+                factor=perplexity / self.before,
+                before=self.before,
+            )
         )
         return perplexity
 

@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat import dataloader, device
+from nanochat.common import tr
 from nanochat.dataloader import Source
 from nanochat.device import Compute
 from nanochat.evals import loss
@@ -32,6 +33,16 @@ class Sums(Protocol):
     ) -> Tensor:
         """Return the sums of the loss and of every figure over the targets of a pass, (1 + F,)."""
         ...
+
+
+def validation_line(step: int, val_bpb: float, of_answers: bool = False) -> str:
+    """Return the log line of a validation. Scripts read the figure from metrics.jsonl instead."""
+    values = {"step": step, "val_bpb": val_bpb}
+    if of_answers:
+        return tr(
+            "step {step:05d} | validation: {val_bpb:.4f} bits per byte of the answers", **values
+        )
+    return tr("step {step:05d} | validation: {val_bpb:.4f} bits per byte", **values)
 
 
 class Validation:

@@ -166,4 +166,4 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     monkeypatch.setattr(step_files, "sha256_of", broken)
-    assert "safetensors cannot be read (Input/output error)" in step_files.verify(where)
+    assert "safetensors cannot be read (reading or writing failed (input/output error))" in step_files.verify(where)

@@ -1,12 +1,15 @@
 """The messages of the first day are complete in Chinese, and a user gets them in the language of the locale."""
 
+import ast
+import re
 import sys
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import polib
 import pytest
 
-from dev.messages import CATALOGUE, helps, missing_helps, problems, templates
+from dev.messages import CATALOGUE, ROOT, helps, missing_helps, problems, source_files, templates
 from nanochat.common import language, run
 from nanochat.data.corpora import resolve
 
@@ -19,6 +22,37 @@ def test_every_message_is_in_chinese_with_the_same_values_and_compiled() -> None
 
 def test_every_help_text_is_in_chinese() -> None:
     assert missing_helps(polib.pofile(str(CATALOGUE)), helps()) == []
+
+
+# Functions that put a number before their third argument, a unit.
+COUNTING = {"Progress", "bars", "progress"}
+MEASURE = "[个只张项条段篇行步道对次份名种轮组层处台路遍块枚]"
+THINGS = "对话|词元|参数|文件|文档|检查点|分片|设备|进程|字符|样例|消息|题目|回答|张量|请求|示例|主机|适配器|线程|记录"
+
+
+def is_message(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and getattr(node.func, "id", "") == "tr"
+
+
+def test_chinese_counts_things_with_a_measure_word() -> None:
+    chinese_of = {entry.msgid: entry.msgstr for entry in polib.pofile(str(CATALOGUE)) if not entry.msgctxt}
+    units: list[ast.expr] = []
+    messages: list[ast.Call] = []
+    for path in source_files(ROOT):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in COUNTING and len(node.args) > 2:
+                units.append(node.args[2])
+            elif is_message(node):
+                messages.append(node)
+    counted = [ast.literal_eval(unit.args[0]) for unit in units if is_message(unit)]
+    others = {unit.value for unit in units if isinstance(unit, ast.Constant)}
+    assert len(counted) >= 8 and others == {"B"}, "a unit is in bytes or translated"
+    bare = {unit: chinese_of[unit] for unit in counted if not re.match(MEASURE, chinese_of[unit])}
+    assert not bare, "the number stands right before these"
+    shared = set(counted) & {ast.literal_eval(node.args[0]) for node in messages if node not in units}
+    assert not shared, "a noun alone has no measure word, so it needs an English of its own"
+    number = rf"\{{\w+:[,\d.]*[df]?\}} ?(?:{THINGS})(?!/)"
+    assert [chinese for chinese in chinese_of.values() if re.search(number, chinese)] == []
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,25 @@ def fail(launcher: tuple[str, ...], fault: str, *flags: str, **environment: str)
 )
 def test_the_last_line_names_the_rank_and_its_reason(fault: str, code: int, last: str, tmp_path: Path) -> None:
     note = tmp_path / "reason"
-    returned, lines = fail(OURS, fault, NANOCHAT_REASON_FILE=str(note))
+    returned, lines = fail(OURS, fault)
     assert returned == code and lines[-1].startswith(last), "\n".join(lines)
     assert not [line for line in lines if "ChildFailedError" in line], "no traceback of the launcher"
+    fail(OURS, fault, NANOCHAT_REASON_FILE=str(note))
     assert note.read_text() == f"{lines[-1]}\n", "for the script that started the launcher"
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_the_reason_is_printed_once_by_the_outermost_caller(script: bool, tmp_path: Path) -> None:
+    note = tmp_path / "reason"
+    _, lines = fail(OURS, "refuse all", **({"NANOCHAT_REASON_FILE": str(note)} if script else {}))
+    expected = [f"{REFUSED} (rank 0)"]
+    assert [line for line in lines if REFUSED in line] == ([] if script else expected), "\n".join(lines)
+    assert not script or note.read_text().splitlines() == expected
+
+
+def test_a_reason_that_no_caller_got_is_printed_by_its_rank() -> None:
+    _, lines = fail(OURS, "refuse all", NANOCHAT_REASON_FILE="/dev/full")
+    assert lines == [f"{REFUSED} (rank 0)"], "the launcher prints what a full disk kept from the script"
 
 
 def test_a_wrong_flag_is_shown_once_and_its_code_is_returned() -> None:
@@ -64,6 +79,7 @@ def test_a_bug_that_all_ranks_meet_shows_one_traceback_and_a_remedy() -> None:
     code, lines = fail(OURS, "bug all")
     assert code == 1 and sum(line.startswith("Traceback") for line in lines) == 1, "\n".join(lines)
     assert "ZeroDivisionError" in lines[-1] and lines[-1].endswith("(rank 0)")
+    assert sum("troubleshooting" in line for line in lines) == 1, "the remedy stands once"
     assert not [line for line in lines if "elastic" in line], "no lines of the launcher's library"
 
 

@@ -6,8 +6,8 @@ import re
 # through tr() instead.
 EXEMPT = {
     r"\s*[-─╭╰│]*": "a line without words",
-    r"step \d+(/\d+)? .*": "figures of a training step or a validation, which scripts parse",
-    r"step \d+ \| validation: .*": "a figure of a validation, which scripts parse",
+    r"step \d+/\d+ .*": "figures of a training step, which scripts parse",
+    r"step \d+( \| [a-z_]+: -?[\d.]+)+( \([\d.]+ s\))?": "figures under their names in metrics.jsonl",
     r"\s*(python|torchrun|bash|cd|export) .*": "a command to type",
     r"\{.*\}": "JSON",
     r"\s*--[a-z_-]+(=\S+)?( --[a-z_-]+(=\S+)?)*": "names of flags",

@@ -97,7 +97,7 @@ def test_system_words_history_and_input_are_turns() -> None:
 def test_a_mistake_in_a_list_over_several_lines_is_named_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text('[\n {"instruction": "a", "output": "b"}\n {"instruction": "a"}\n]')
-    with pytest.raises(UserError, match=r"mine.json, line 3: this is not JSON: Expecting ',' delimiter"):
+    with pytest.raises(UserError, match=r"mine.json, line 3: this is not JSON: a comma is missing"):
         CustomJSON(path)
     path.write_text('[\n {"instruction": "a", "output": "b"},\n {"instruction": "a"}\n]')
     with pytest.raises(UserError, match=r"mine.json, item 2: .* it has the keys instruction"):

@@ -20,6 +20,7 @@ from nanochat.checkpoint_manager.huggingface.peft_settings import (
 )
 from nanochat.checkpoint_manager.tensors import write_tensors
 from nanochat.common import UserError, log, tr, write_json
+from nanochat.data.library_words import in_words
 from nanochat.device import Compute
 from nanochat.linear import Linear
 from nanochat.models.lora import (
@@ -240,7 +241,7 @@ def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             tr(
                 "{path} is not a whole safetensors file ({failure}). Copy the adapter again",
                 path=path,
-                failure=failure,
+                failure=in_words(failure),
             ),
             2,
         ) from failure

@@ -23,6 +23,7 @@ from nanochat.checkpoint_manager.huggingface.quantised import (
 )
 from nanochat.checkpoint_manager.parts.index import INDEX
 from nanochat.common import UserError, log, read_json, tr
+from nanochat.data.library_words import in_words
 from nanochat.device import Compute, local
 from nanochat.linear import matrix_shapes
 from nanochat.models.nf4 import BITS, hold_in_nf4, nf4_matrices
@@ -142,7 +143,7 @@ class Weights:
                     tr(
                         "{path} is not a whole safetensors file ({failure}). {copy}",
                         path=path,
-                        failure=failure,
+                        failure=in_words(failure),
                         copy=_copy_again(),
                     )
                 ) from failure

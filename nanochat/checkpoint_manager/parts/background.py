@@ -15,6 +15,7 @@ from nanochat.checkpoint_manager.parts.model import Files
 from nanochat.checkpoint_manager.parts.rank_state import HostMemory, Optimizers, RankState
 from nanochat.checkpoint_manager.save import KEEP, Step, write_step
 from nanochat.common import log, tr, warn
+from nanochat.data.library_words import in_words
 from nanochat.device import Compute, synchronize
 from nanochat.runtime.watch import UNCOUNTED
 from nanochat.tokenizer import Tokenizer
@@ -163,6 +164,8 @@ class Saver:
         except (OSError, RuntimeError) as failure:
             if error is None:
                 raise
-            warn(tr("the last checkpoint could not be written: {failure}", failure=failure))
+            warn(
+                tr("the last checkpoint could not be written: {failure}", failure=in_words(failure))
+            )
         finally:
             self._thread.shutdown()

@@ -24,6 +24,7 @@ from nanochat.checkpoint_manager.parts.index import (
 )
 from nanochat.checkpoint_manager.tensors import TensorFile, read_tensors, write_tensors
 from nanochat.common import UserError, tr
+from nanochat.data.library_words import in_words
 from nanochat.device import Compute
 from nanochat.runtime.parallel import ParameterShard, Rows
 
@@ -211,7 +212,7 @@ def _read_all_files(folder: Path) -> dict[str, Rows]:
                 "{folder}: {failure}. Delete this folder to use the step before it, or copy "
                 "it again",
                 folder=folder,
-                failure=failure,
+                failure=in_words(failure),
             )
         ) from failure
 

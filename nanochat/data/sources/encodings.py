@@ -13,6 +13,7 @@ from shlex import quote
 from typing import BinaryIO, cast
 
 from nanochat.common import UserError, tr
+from nanochat.data.library_words import in_words
 
 _GZIP = b"\x1f\x8b"
 _MARKS = (
@@ -51,7 +52,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                 "it out",
                 path=path,
                 number=number,
-                failure=failure,
+                failure=in_words(failure),
             )
         ) from failure
 

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from nanochat.common import UserError, base_dir, log, sha256_of, tr, write_json
 from nanochat.data.corpora import DROPPED, MAKE_TINYWORLD, Corpus
+from nanochat.data.library_words import in_words
 from nanochat.data.shards import ABOUT, COLUMN, read_about, shard_paths
 from nanochat.data.sources.download import (
     Patience,
@@ -137,7 +138,7 @@ def _adopted(path: Path, source: Source) -> dict[str, Any]:
                 "{path}: {failure}. Delete the file and type the same command again, which "
                 "fetches it",
                 path=path,
-                failure=failure,
+                failure=in_words(failure),
             )
         ) from failure
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.common import UserError, parse_json, tr
+from nanochat.data.library_words import in_words, json_problem
 from nanochat.data.sources.encodings import lines, problem_of
 from nanochat.data.sources.listing import ending
 
@@ -90,7 +91,7 @@ def _rows(path: Path) -> Iterator[Entry]:
                 "or leave it out",
                 path=path,
                 number=number,
-                failure=failure,
+                failure=in_words(failure),
             )
         ) from failure
 
@@ -124,7 +125,7 @@ def _table(path: Path) -> Iterator[Entry]:
                 "with commas",
                 path=path,
                 line=reader.line_num,
-                failure=failure,
+                failure=in_words(failure),
             )
         ) from failure
 
@@ -177,7 +178,9 @@ def _value(
     try:
         return Entry(place, parse_json(line.strip()))
     except ValueError as broken:
-        reason = getattr(broken, "msg", broken)  # without a position, which counts from this line
+        # A position would count from this line.
+        is_json = isinstance(broken, json.JSONDecodeError)
+        reason = json_problem(broken) if is_json else in_words(broken)
         return Entry(place, problem=tr("this is not JSON: {reason}", reason=reason))
 
 
@@ -203,7 +206,7 @@ def _values_over_lines(path: Path, surely: bool) -> list[Entry]:
             if values or surely:
                 reason = tr(
                     "this is not JSON: {reason}, column {column}; nothing after it can be read",
-                    reason=broken.msg,
+                    reason=json_problem(broken),
                     column=broken.colno,
                 )
                 values.append(Entry(tr("line {number}", number=broken.lineno), problem=reason))

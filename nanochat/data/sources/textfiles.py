@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.common import UserError, log, tr, warn
+from nanochat.data.library_words import in_words
 from nanochat.data.shards import read_column
 from nanochat.data.sources.encodings import lines, problem_of
 from nanochat.data.sources.listing import ending
@@ -121,7 +122,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, Any]]:
             tr(
                 "{path} cannot be read: {failure}. Get the file again or leave it out.",
                 path=path,
-                failure=failure,
+                failure=in_words(failure),
             )
         ) from failure
 

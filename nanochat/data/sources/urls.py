@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from nanochat.common import UserError, base_dir, log, sha256_of, tr, visible
 from nanochat.data.corpora import Corpus
+from nanochat.data.library_words import in_words
 from nanochat.data.sources.download import (
     Patience,
     Remote,
@@ -81,7 +82,7 @@ def read_list(path: Path, folder: Path) -> list[Remote]:
                 "--urls names a file with an address on each line, and {path} cannot be "
                 "read: {failure}",
                 path=path,
-                failure=failure,
+                failure=in_words(failure),
             ),
             2,
         ) from failure

@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from nanochat.common import UserError, tr
+from nanochat.data.library_words import in_words
 from nanochat.generate.schema.trial import Trial
 from nanochat.tokenizer import ROLES, Tokenizer
 
@@ -297,7 +298,7 @@ class Schemas:
             raise UserError(
                 tr(
                     "the JSON schema is not valid JSON: {failure}. Correct the schema",
-                    failure=failure,
+                    failure=in_words(failure),
                 )
             ) from failure
         self._trial.check(content, text)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nanochat.common import UserError, base_dir, tr, warn
+from nanochat.data.library_words import in_words
 from nanochat.platforms import host
 from nanochat.platforms.few_launches import square_sums
 from nanochat.platforms.muon import ForeachMuon
@@ -192,7 +193,7 @@ def _of_package(modules: Sequence[str]) -> tuple[Attention, str] | None:
                 tr(
                     "{module} is installed, but cannot be used: {failure}",
                     module=module,
-                    failure=failure,
+                    failure=in_words(failure),
                 )
             )
     return None

@@ -6,6 +6,7 @@ from typing import Any
 from nanochat.common import UserError, read_json, tr, write_json
 from nanochat.data.bpe import replace_surrogates
 from nanochat.data.conversation import Message, Part
+from nanochat.data.library_words import os_problem
 
 FORMAT = "nanochat-chat"
 
@@ -60,7 +61,7 @@ def read_transcript(path: Path) -> list[Message]:
             tr(
                 "{path} cannot be read ({strerror}): name a file that /save has written",
                 path=path,
-                strerror=failure.strerror,
+                strerror=os_problem(failure),
             )
         ) from failure
     except (ValueError, KeyError, TypeError, AttributeError) as failure:
