@@ -140,7 +140,11 @@ def end(failure: BaseException | None, monkeypatch: pytest.MonkeyPatch, *words: 
         (KeyboardInterrupt(), 130, "stopped"),
         (OSError(errno.ENOSPC, "", "/data/model"), 1, "error: the disk is full (/data/model)"),
         (OSError(errno.EACCES, "denied", "/data"), 1, "error: /data: permission denied. Set NANOCHAT_BASE_DIR"),
-        (OSError(errno.EROFS, "read-only", "/data"), 1, "error: /data: the file system can only be read. Set NANOCHAT_BASE_DIR"),
+        (
+            OSError(errno.EROFS, "read-only", "/data"),
+            1,
+            "error: /data: the file system can only be read. Set NANOCHAT_BASE_DIR",
+        ),
     ],
 )
 def test_a_failure_that_is_no_bug_is_one_message_and_a_code(

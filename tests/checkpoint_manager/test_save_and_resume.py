@@ -153,7 +153,9 @@ def test_old_steps_that_cannot_be_removed_do_not_end_a_run(
     for step in (1, 2, 3, 4):
         save(folder, step, *pair, tokenizer)
     assert newest_whole(folder, CPU) == 4
-    assert "step_000001 could not be removed (reading or writing failed (input/output error))" in capsys.readouterr().err
+    assert (
+        "step_000001 could not be removed (reading or writing failed (input/output error))" in capsys.readouterr().err
+    )
 
 
 # --- the same run, or another --------------------------------------------------------------------
