@@ -141,7 +141,7 @@ def test_what_is_no_whole_file_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         path.write_bytes(whole[:size])
         with pytest.raises(UserError, match=words):
             convert(path, tmp_path / "out", "float32")
-    with pytest.raises(UserError, match="no file"):
+    with pytest.raises(UserError, match="not a file"):
         convert(tmp_path, tmp_path / "out", "float32")
     path.write_bytes(whole)
     (tmp_path / "out").mkdir()

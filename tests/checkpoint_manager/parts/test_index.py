@@ -44,11 +44,11 @@ def test_an_index_of_another_program_has_no_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"metadata": 3}, "no index of safetensors files"),
-        ({"weight_map": {"gate": 3}}, "no index of safetensors files"),
-        ({"rows": {"wte.weight": {ONE: [0, "x"]}}}, "no index of safetensors files"),
-        ({"rows": {"wte.weight": {}}}, "no index of safetensors files"),
-        ({"rows": {"wte.weight": [ONE]}}, "no index of safetensors files"),
+        ({"metadata": 3}, "not an index of safetensors files"),
+        ({"weight_map": {"gate": 3}}, "not an index of safetensors files"),
+        ({"rows": {"wte.weight": {ONE: [0, "x"]}}}, "not an index of safetensors files"),
+        ({"rows": {"wte.weight": {}}}, "not an index of safetensors files"),
+        ({"rows": {"wte.weight": [ONE]}}, "not an index of safetensors files"),
         ({"weight_map": {"gate": "../x"}}, r'names "../x", which lies outside its folder'),
         ({"weight_map": {"gate": "gone"}}, "names gone for gate, and that file is missing"),
         ({"rows": {"wte.weight": {ONE: [0, 3], TWO: [4, 5]}}}, "a gap between the rows of wte.weight"),
@@ -62,5 +62,5 @@ def test_a_damaged_index_says_what_is_wrong(tmp_path: Path, changes: dict[str, A
 
 def test_an_index_that_is_not_json(tmp_path: Path) -> None:
     (written(tmp_path) / INDEX).write_text('{"metadata"')
-    with pytest.raises(ValueError, match="no index of safetensors files"):
+    with pytest.raises(ValueError, match="not an index of safetensors files"):
         read_index(tmp_path)

@@ -231,7 +231,7 @@ ODD_EVENTS = [
 
 @pytest.mark.parametrize("event", ODD_EVENTS)
 def test_an_event_of_an_odd_type_is_refused_in_one_message(event):
-    with pytest.raises(UserError, match=r"no chat completion|failed: "):
+    with pytest.raises(UserError, match=r"a chat completion|failed: "):
         said_by(listing(), answer(f"data: {event}\n\n".encode()))
 
 
