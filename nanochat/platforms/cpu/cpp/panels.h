@@ -42,7 +42,7 @@ constexpr int64_t PANEL = 16;         // outputs whose weights are stored togeth
 constexpr int64_t TOGETHER = 6;       // rows of x multiplied together, as many as fit in the registers of AVX2
 constexpr int64_t FEW = 3;            // rows of x that are multiplied with two panels together, or alone with four
 constexpr int64_t CACHED_ROWS = 96;   // rows of x that stay in the cache while all panels pass
-constexpr int64_t AHEAD_BYTES = 1024; // how far ahead to prefetch
+constexpr int64_t AHEAD_BYTES = 1024; // how far ahead to prefetch with few rows, which wait for memory
 
 // Multiplies ROWS rows of x with COUNT adjacent panels, [inputs][PANEL] numbers each. Each sum is added up in the order
 // of the inputs, so that a row's results do not depend on the rows beside it.
@@ -54,7 +54,7 @@ void multiply_panels(const float *x, const W *w, float *y, int64_t y_stride, int
         Eight weights[PARTS];
         for (int part = 0; part < PARTS; part++) {
             const W *from = w + part / 2 * PANEL * inputs + part % 2 * 8;
-            if (ROWS <= FEW && part % 2 == 0) __builtin_prefetch((const char *)from + AHEAD_BYTES);
+            if (ROWS < TOGETHER && part % 2 == 0) __builtin_prefetch((const char *)from + AHEAD_BYTES);
             weights[part] = eight(from);
         }
         for (int row = 0; row < ROWS; row++) {
