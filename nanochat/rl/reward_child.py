@@ -33,10 +33,10 @@ class OutOfTime(BaseException):
 def main(request: Mapping[str, Any]) -> None:
     """Load a file and call its functions, and write the results to standard output.
 
-    `request` has the `name` and the `source` of the file, the names of `functions`, the
-    arguments of each of the `calls` by name, and the `seconds` that a call may take. The first line lists the functions of
-    the file, or holds the reason why it cannot be loaded. Each other line is a result: [index of
-    the call, index of the function, value, reason for the lack of a value].
+    `request` has the `name` and the `source` of the file, the names of `functions`, the arguments
+    of each of the `calls` by name, and the `seconds` that a call may take. The first line lists the
+    functions of the file, or holds the reason why it cannot be loaded. Each other line is a result:
+    [index of the call, index of the function, value, reason for the lack of a value].
     """
     results = os.fdopen(os.dup(1), "w")
     sys.stdout = sys.stderr = io.StringIO()  # what functions print would mix with the results
