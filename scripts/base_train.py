@@ -13,49 +13,22 @@ from nanochat.data.corpora import dropped_summary
 from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
 from nanochat.optim import Rates
-from nanochat.platforms.operations import Matmul
 from nanochat.run import Plan, Run, launch, open_folder
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from nanochat.train import sizes, task_scores
 from nanochat.train.fit import probe
-from nanochat.train.flags import Auto, BatchFlags, CoreFlags, Free, Rare, RunFlags, check_ranges
+from nanochat.train.flags import (
+    BatchFlags,
+    CoreFlags,
+    Free,
+    Rare,
+    RunFlags,
+    ShapeFlags,
+    check_ranges,
+)
 from nanochat.train.setup import set_matmul, set_up
 from nanochat.train.validation import Validation, validation_line
 from tasks.needs import warn_of_missing
-
-
-@dataclass(frozen=True)
-class ShapeFlags:
-    """The shape of the model.
-
-    Every size left at auto is chosen to suit the corpus and the device, and is printed.
-    """
-
-    depth: int = 20
-    """number of layers, the one dial of size: every size that is not given follows from it"""
-    model_dim: int | Auto = "auto"
-    """number of channels; auto: 64 x depth, rounded up to whole heads"""
-    head_dim: int | Auto = "auto"
-    """channels per head; auto: 128, or 64 below eight layers"""
-    max_seq_len: int | Auto = "auto"
-    """context length in tokens; auto: 2,048, on a CPU 512, for TinyWorld 256"""
-    window_pattern: str = sizes.WINDOWS
-    """attention windows, tiled over the layers: L sees the whole context, S a quarter of it. A Qwen3 has L only"""
-    bigram_rows: int | Auto = "auto"
-    """rows of a table of embeddings that pairs of neighbouring tokens share by a hash, which cost no FLOPs; 0: none;
-    auto: 32 for each entry of the vocabulary, at most 131,072; none for TinyWorld;
-    none where the text is read more than twice. A Qwen3 has none"""
-    offset_layers: int | Auto = "auto"
-    """number of layers, from the first, that take half of each key from the token before; auto: all; 0: none.
-    Such a layer finds what followed the same token earlier, so models learn in fewer steps to repeat and to continue.
-    A Qwen3 has none"""
-    matmul: Matmul = "auto"
-    """number format in which the large matrices multiply in training; auto: that of the run, never coarser than bf16.
-    fp8: less time and memory from about 20 layers on, on GPUs since Ada and Hopper.
-    int8: a fifth less time on CPUs with AVX512-VNNI and without AMX, by our C++ kernels; torch.compile is then not used.
-    With fp8 and int8 a step learns a little less. A Qwen3 takes neither"""
-    family: sizes.Kind = "gpt"
-    """kind of model; qwen3: Qwen3's shape, which transformers, vLLM and llama.cpp load after nanochat.export"""
 
 
 @dataclass(frozen=True)
@@ -118,32 +91,13 @@ def train(cfg: Config, compute: Compute) -> None:
     )
 
     # The model's shape, how a step is split, and how long the run is
-    shape = sizes.model_config(
-        cfg.shape.depth,
-        cfg.shape.model_dim,
-        cfg.shape.head_dim,
-        cfg.shape.max_seq_len,
-        cfg.shape.window_pattern,
-        tokenizer.vocab_size,
-        corpus.name,
-        compute,
-        cfg.shape.family,
-        cfg.shape.bigram_rows,
-        cfg.shape.offset_layers,
-    )
+    shape = sizes.model_config(cfg.shape, tokenizer.vocab_size, corpus.name, compute)
     sizes.advise(cfg.shape.family, tokenizer.pattern)
     size = sizes.model_size(shape, compute, cfg.shape.matmul)
     sizes.check_fits(shape.n_layer, size.parameters, cfg.run.shard, compute)
+    tokens = cfg.schedule.target_param_data_ratio * size.scaling_parameters
     batch = sizes.batch(
-        cfg.batch.total_batch_size,
-        cfg.batch.device_batch_size,
-        shape,
-        size.parameters,
-        cfg.schedule.target_param_data_ratio * size.scaling_parameters,
-        corpus.name,
-        compute,
-        cfg.batch.gradient_accumulation_steps,
-        folder.begun_rows,
+        cfg.batch, shape, size.parameters, corpus.name, compute, tokens, folder.begun_rows
     )
     horizon = schedule.horizon(
         cfg.schedule.num_iterations,

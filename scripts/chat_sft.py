@@ -85,8 +85,7 @@ def train(cfg: Config, compute: Compute) -> None:
     length = model.config.sequence_len
     rows, val_rows = chat_rows("sft", mixture, tokenizer, length, cfg.run.seed, masked=True)
     batch = sizes.example_batch(
-        cfg.batch.target_examples_per_step,
-        cfg.batch.device_batch_size,
+        cfg.batch,
         model.config,
         model.parameter_counts()["total"],
         rows,

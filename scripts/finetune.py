@@ -385,8 +385,7 @@ def train(cfg: Config, compute: Compute) -> None:
         pairs=preference is not None,
     )
     batch = sizes.example_batch(
-        cfg.batch.target_examples_per_step,
-        cfg.batch.device_batch_size,
+        cfg.batch,
         model.config,
         base.equivalent_parameters,
         rows,

@@ -72,16 +72,9 @@ def train(cfg: Config, compute: Compute) -> None:
     corpus = cfg.stage.data or parent.corpus
     folder = open_folder("mid", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)
     model, tokenizer = load_parent(parent, compute, cfg.stage.matmul)
+    parameters = model.parameter_counts()["total"]
     batch = sizes.batch(
-        cfg.batch.total_batch_size,
-        cfg.batch.device_batch_size,
-        model.config,
-        model.parameter_counts()["total"],
-        None,
-        corpus,
-        compute,
-        cfg.batch.gradient_accumulation_steps,
-        folder.begun_rows,
+        cfg.batch, model.config, parameters, corpus, compute, begun_rows=folder.begun_rows
     )
 
     mixture = mix(

@@ -30,7 +30,7 @@ from nanochat.runtime.progress import amount, duration
 from nanochat.train import sizes
 from nanochat.train.fit import disk
 from nanochat.train.fit.disk import saved_bytes
-from nanochat.train.flags import Auto
+from nanochat.train.flags import Auto, Family, ShapeFlags
 from tasks.mixtures import curriculum
 from tasks.needs import answers, repos
 from tasks.published import carry_in
@@ -46,7 +46,7 @@ class Config:
     shards: int = 0
     """Training shards that the run downloads of each published corpus in --data.
     Default: 0, for corpora that are already here."""
-    family: sizes.Kind = "gpt"
+    family: Family = "gpt"
     """Kind of model that the run trains, as base_train's --family."""
     depth: int = 20
     """Number of layers of the model."""
@@ -193,17 +193,8 @@ def check(cfg: Config, compute: Compute) -> None:
             ),
             2,
         )
-    shape = sizes.model_config(
-        cfg.depth,
-        cfg.model_dim,
-        cfg.head_dim,
-        cfg.max_seq_len,
-        sizes.WINDOWS,
-        cfg.vocab_size,
-        cfg.data,
-        compute,
-        cfg.family,
-    )
+    flags = ShapeFlags(cfg.depth, cfg.model_dim, cfg.head_dim, cfg.max_seq_len, family=cfg.family)
+    shape = sizes.model_config(flags, cfg.vocab_size, cfg.data, compute)
     model = on_meta(shape, compute)
 
     places = dict(data_of(cfg))

@@ -22,6 +22,8 @@ from nanochat.runtime.parallel import Sharding
 from nanochat.tokenizer import Tokenizer
 
 Auto = Literal["auto"]
+Family = Literal["gpt", "qwen3"]  # kinds of models that can be trained from scratch
+WINDOWS = "SSSL"  # the default attention windows of a GPT
 FEW_STEPS = 20  # a stage with fewer steps gives a warning
 
 # The smallest values of flags with counts, times and rates. Other flags are checked where they are
@@ -225,6 +227,40 @@ class CoreFlags:
     core_examples: Free[Rare[int]] = 100
     """problems of each task for core_every; chat stages ask an eighth of them.
     With other problems the curve of a resumed run jumps"""
+
+
+@dataclass(frozen=True)
+class ShapeFlags:
+    """The shape of the model.
+
+    Every size left at auto is chosen to suit the corpus and the device, and is printed.
+    """
+
+    depth: int = 20
+    """number of layers, the one dial of size: every size that is not given follows from it"""
+    model_dim: int | Auto = "auto"
+    """number of channels; auto: 64 x depth, rounded up to whole heads"""
+    head_dim: int | Auto = "auto"
+    """channels per head; auto: 128, or 64 below eight layers"""
+    max_seq_len: int | Auto = "auto"
+    """context length in tokens; auto: 2,048, on a CPU 512, for TinyWorld 256"""
+    window_pattern: str = WINDOWS
+    """attention windows, tiled over the layers: L sees the whole context, S a quarter of it. A Qwen3 has L only"""
+    bigram_rows: int | Auto = "auto"
+    """rows of a table of embeddings that pairs of neighbouring tokens share by a hash, which cost no FLOPs; 0: none;
+    auto: 32 for each entry of the vocabulary, at most 131,072; none for TinyWorld;
+    none where the text is read more than twice. A Qwen3 has none"""
+    offset_layers: int | Auto = "auto"
+    """number of layers, from the first, that take half of each key from the token before; auto: all; 0: none.
+    Such a layer finds what followed the same token earlier, so models learn in fewer steps to repeat and to continue.
+    A Qwen3 has none"""
+    matmul: Matmul = "auto"
+    """number format in which the large matrices multiply in training; auto: that of the run, never coarser than bf16.
+    fp8: less time and memory from about 20 layers on, on GPUs since Ada and Hopper.
+    int8: a fifth less time on CPUs with AVX512-VNNI and without AMX, by our C++ kernels; torch.compile is then not used.
+    With fp8 and int8 a step learns a little less. A Qwen3 takes neither"""
+    family: Family = "gpt"
+    """kind of model; qwen3: Qwen3's shape, which transformers, vLLM and llama.cpp load after nanochat.export"""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from nanochat import device, schedule
 from nanochat.checkpoint_manager.families import on_meta
@@ -25,11 +25,9 @@ from nanochat.runtime import parallel
 from nanochat.runtime.progress import amount, duration
 from nanochat.train.fit import disk
 from nanochat.train.fit.memory import reachable
-from nanochat.train.flags import Auto
+from nanochat.train.flags import WINDOWS, Auto, BatchFlags, ExampleFlags, Family, ShapeFlags
 
 Shape = TypeVar("Shape", bound=ModelConfig)
-Kind = Literal["gpt", "qwen3"]  # families of models that can be trained from scratch
-WINDOWS = "SSSL"  # the default attention windows of a GPT
 
 STATE_BYTES = 12  # at least, per parameter: an fp32 master weight, its gradient and one moment
 # Reading a text more often than this teaches little (Muennighoff et al. 2023, arXiv:2305.16264).
@@ -42,19 +40,7 @@ EPOCHS_WITH_PAIRS = 2
 ACTIVATION_BYTES = 40
 
 
-def model_config(
-    depth: int,
-    model_dim: int | Auto,
-    head_dim: int | Auto,
-    max_seq_len: int | Auto,
-    window_pattern: str,
-    vocab_size: int,
-    corpus: str,
-    compute: Compute,
-    kind: Kind = "gpt",
-    bigram_rows: int | Auto = "auto",
-    offset_layers: int | Auto = "auto",
-) -> ModelConfig:
+def model_config(flags: ShapeFlags, vocab_size: int, corpus: str, compute: Compute) -> ModelConfig:
     """Return the configuration of a model, choosing all sizes that are "auto".
 
     If `bigram_rows` is "auto", a GPT gets a bigram table unless it would teach little about the
@@ -62,28 +48,22 @@ def model_config(
     times as many channels as the model, so that its layers have about as many parameters as a
     GPT's. Raises UserError if the sizes are invalid or do not fit together.
     """
-    sizes = {
-        "depth": depth,
-        "model_dim": model_dim,
-        "head_dim": head_dim,
-        "max_seq_len": max_seq_len,
-    }
-    for flag, size in sizes.items():
+    for name in ("depth", "model_dim", "head_dim", "max_seq_len"):
+        size = getattr(flags, name)
         if size != "auto" and size < 1:
             raise UserError(
-                tr("{flag} must be at least 1, got {size}", flag=flag, size=size), exit_code=2
+                tr("{flag} must be at least 1, got {size}", flag=name, size=size), exit_code=2
             )
-    if bigram_rows != "auto" and bigram_rows < 0:
+    if flags.bigram_rows != "auto" and flags.bigram_rows < 0:
         raise UserError(
-            tr("bigram_rows must be at least 0, got {bigram_rows}", bigram_rows=bigram_rows),
+            tr("bigram_rows must be at least 0, got {bigram_rows}", bigram_rows=flags.bigram_rows),
             exit_code=2,
         )
-    if head_dim == "auto":
-        # 128 channels per head suit matrix units best, but models with fewer than eight layers
-        # would have too few heads.
-        head_dim = 128 if depth >= 8 else 64
-    if model_dim == "auto":
-        model_dim = -(-depth * 64 // head_dim) * head_dim
+    depth = flags.depth
+    # 128 channels per head suit matrix units best, but models with fewer than eight layers would
+    # have too few heads.
+    head_dim = _chosen(flags.head_dim, 128 if depth >= 8 else 64)
+    model_dim = _chosen(flags.model_dim, -(-depth * 64 // head_dim) * head_dim)
     if model_dim % head_dim:
         raise UserError(
             tr(
@@ -93,22 +73,34 @@ def model_config(
             ),
             exit_code=2,
         )
-    length = max_seq_len
+    length = flags.max_seq_len
     if length == "auto":
         length = _row_tokens(corpus, compute)
-    if kind == "qwen3":
+    if flags.family == "qwen3":
         qwen = _qwen()
-        qwen.check_flags(bigram_rows, window_pattern, WINDOWS)
+        qwen.check_flags(flags.bigram_rows, flags.window_pattern, WINDOWS)
         return qwen.shape_of(depth, model_dim, head_dim, length, vocab_size)
-    pairs = table_rows(bigram_rows, vocab_size)
-    if bigram_rows == "auto" and not traits(corpus).pairs:
+    pairs = table_rows(flags.bigram_rows, vocab_size)
+    if flags.bigram_rows == "auto" and not traits(corpus).pairs:
         pairs = 0
         log(tr("bigram_rows: 0 (they teach little about {corpus})", corpus=corpus))
-    offset = depth if offset_layers == "auto" else offset_layers
+    offset = _chosen(flags.offset_layers, depth)
     heads = model_dim // head_dim
     return GPTConfig(
-        length, vocab_size, depth, heads, heads, model_dim, window_pattern, pairs, offset
+        length,
+        vocab_size,
+        depth,
+        heads,
+        heads,
+        model_dim,
+        flags.window_pattern,
+        pairs,
+        offset,
     )
+
+
+def _chosen(size: int | Auto, automatic: int) -> int:
+    return automatic if size == "auto" else size
 
 
 def _row_tokens(corpus: str, compute: Compute) -> int:
@@ -126,7 +118,7 @@ def _qwen() -> Any:
     return required_appendix("nanochat.models.qwen.pretraining", "--family qwen3")
 
 
-def advise(kind: Kind, pattern: str) -> None:
+def advise(kind: Family, pattern: str) -> None:
     """Log advice on the tokenizer's split pattern if it limits the use of a model of this kind."""
     if kind == "qwen3":
         _qwen().advise(pattern)
@@ -374,27 +366,26 @@ class Batch:
 
 
 def batch(
-    total_batch_size: int | Auto,
-    device_batch_size: int | Auto,
+    flags: BatchFlags,
     shape: ModelConfig,
     parameters: int,
-    tokens: float | None,
     corpus: str,
     compute: Compute,
-    requested_passes: int | None = None,
+    tokens: float | None = None,
     begun_rows: int | None = None,
 ) -> Batch:
     """Return the split of a step into passes, choosing sizes that are "auto", and log it.
 
     `tokens` is the expected number of tokens in the whole run, or None if the number of steps is
-    given. `requested_passes` determines an automatic device_batch_size, and must agree with a given
-    one. If a run resumes, `begun_rows` is the number of rows in each earlier step, which an
+    given. A given number of passes determines an automatic device_batch_size, and must agree with a
+    given one. If a run resumes, `begun_rows` is the number of rows in each earlier step, which an
     automatic total_batch_size keeps. Raises UserError (exit code 2) if the numbers are invalid or
     disagree, or if the ranks cannot share a step equally.
     """
+    requested_passes = flags.gradient_accumulation_steps
     length = shape.sequence_len
     unit = length * compute.world_size
-    total = total_batch_size
+    total = flags.total_batch_size
     if total == "auto" and begun_rows is not None:
         total = _as_begun(begun_rows, compute) * length
         log(tr("total_batch_size: {total:,} tokens a step (as the run began)", total=total))
@@ -402,14 +393,14 @@ def batch(
         fitting, why = _step_tokens(corpus, tokens)
         total = max(round(fitting / unit), 1) * unit
         log(tr("total_batch_size: {total:,} tokens a step ({why})", total=total, why=why))
-    rows = device_batch_size
+    rows = flags.device_batch_size
     if rows == "auto" and requested_passes is not None:
         rows = max(total // (unit * max(requested_passes, 1)), 1)
     elif rows == "auto":
         rows, why = _device_rows(shape, parameters, compute)
         log(tr("device_batch_size: at most {rows} rows a pass ({why})", rows=rows, why=why))
     per_pass, passes = schedule.micro_batches(total, length, rows, compute.world_size)
-    if device_batch_size != "auto" and per_pass < rows:
+    if flags.device_batch_size != "auto" and per_pass < rows:
         log(
             tr(
                 "device_batch_size: lowered from {rows} to {per_pass}, a divisor of each "
@@ -432,7 +423,7 @@ def batch(
             _other_passes(requested_passes, total, per_pass, unit, product), exit_code=2
         )
     log(tr("step: {product}", product=product))
-    probe = device_batch_size == "auto" and requested_passes is None
+    probe = flags.device_batch_size == "auto" and requested_passes is None
     return Batch(total, total // length, per_pass, passes, probe)
 
 
@@ -475,8 +466,7 @@ def _as_begun(rows: int, compute: Compute) -> int:
 
 
 def example_batch(
-    examples: int | Auto,
-    device_batch_size: int | Auto,
+    flags: ExampleFlags,
     shape: ModelConfig,
     parameters: int,
     rows: Rows,
@@ -484,12 +474,13 @@ def example_batch(
     compute: Compute,
     begun_rows: int | None = None,
 ) -> Batch:
-    """Return the split of a step of `examples` rows into passes, and log it.
+    """Return the split of a step of so many rows into passes, and log it.
 
-    If `examples` is "auto", a resumed run keeps its `begun_rows` per step, and the number for a new
+    If the rows are "auto", a resumed run keeps its `begun_rows` per step, and the number for a new
     run follows from the `rows` of its data. Raises UserError (exit code 2) if the numbers are
     invalid, or if the ranks cannot share the rows equally.
     """
+    examples = flags.target_examples_per_step
     if examples == "auto":
         if begun_rows is not None:
             examples = _as_begun(begun_rows, compute)
@@ -511,9 +502,8 @@ def example_batch(
             )
         )
     check_for_ranks("target_examples_per_step", examples, compute)
-    return batch(
-        examples * shape.sequence_len, device_batch_size, shape, parameters, None, corpus, compute
-    )
+    split = BatchFlags(examples * shape.sequence_len, flags.device_batch_size)
+    return batch(split, shape, parameters, corpus, compute)
 
 
 def _other_passes(passes: int, total: int, per_pass: int, unit: int, product: str) -> str:

@@ -18,6 +18,7 @@ from nanochat.platforms.ascend import chips as ascend_chips
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.train import sizes
 from nanochat.train.fit import disk
+from nanochat.train.flags import Family, ShapeFlags
 from scripts import preflight
 from scripts.preflight import Config
 from tests.support.tiny_model import on_cpu, tiny_checkpoint
@@ -35,9 +36,9 @@ def test_tinyworld_needs_nothing_from_outside(base_folder: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("family", ["gpt", "qwen3"])
-def test_the_size_is_that_of_the_family(family: sizes.Kind, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_size_is_that_of_the_family(family: Family, capsys: pytest.CaptureFixture[str]) -> None:
     preflight.check(Config(**SMALL, family=family), on_cpu())
-    shape = sizes.model_config(2, 64, 32, 128, "L", 512, "tinyworld", on_cpu(), family)
+    shape = sizes.model_config(ShapeFlags(2, 64, 32, 128, family=family), 512, "tinyworld", on_cpu())
     parameters = on_meta(shape, on_cpu()).parameter_counts()["total"]
     assert f"to train {parameters:,} parameters" in capsys.readouterr().out
 
@@ -104,7 +105,7 @@ def test_the_time_of_another_shape_is_the_planners_too(base_folder: Path, monkey
     monkeypatch.setattr(Cpu, "chip", next(chip for chip in ascend_chips.CHIPS if chip.name == "910B3"))
     compute = on_cpu()
     config = Config(depth=8, max_seq_len=1024, devices=1)
-    shape = sizes.model_config(8, "auto", "auto", 1024, sizes.WINDOWS, 65_536, config.data, compute)
+    shape = sizes.model_config(ShapeFlags(8, max_seq_len=1024), 65_536, config.data, compute)
     model = on_meta(shape, compute)
     size = size_of_model(model)
     planned = plan_of(size, Cpu.chip, 1, batch_of(size, 1), rates_of(Cpu.chip))

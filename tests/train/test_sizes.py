@@ -16,19 +16,18 @@ from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.nvidia.platform import Nvidia
 from nanochat.runtime.parallel import Sharding
 from nanochat.train import sizes
+from nanochat.train.flags import BatchFlags, ExampleFlags, ShapeFlags
 from nanochat.train.sizes import Batch
 from tests.support.tiny_model import on_cpu, pretend
 
 CPU = on_cpu()
 CUDA = pretend(Nvidia())
 SHAPE = GPTConfig(256, 2048, 4, 4, 4, 256)
+UNKNOWN = "x"  # a corpus without traits
 
 
 def shape(depth: int = 4, compute: Compute = CPU, corpus: str = "tinyworld", **given: int) -> GPTConfig:
-    sizes_given = {"model_dim": "auto", "head_dim": "auto", "max_seq_len": "auto", **given}
-    return sizes.model_config(
-        depth, **sizes_given, window_pattern="SSSL", vocab_size=2048, corpus=corpus, compute=compute
-    )
+    return sizes.model_config(ShapeFlags(depth, **given), 2048, corpus, compute)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ def test_overrides_are_taken() -> None:
 def test_bigrams_follow_the_vocabulary_and_how_often_the_text_is_read(
     vocabulary: int, rows: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = sizes.model_config(4, "auto", "auto", "auto", "L", vocabulary, "fineweb", CPU)
+    config = sizes.model_config(ShapeFlags(4), vocabulary, "fineweb", CPU)
     assert config.bigram_rows == rows
     assert sizes.keep_bigrams(config, "auto", 2.0) == config
     assert f"bigram_rows: {rows:,} (the text is read 2.00 times)" in capsys.readouterr().out
@@ -71,10 +70,11 @@ def test_a_corpus_of_few_facts_gets_no_bigrams_unless_they_are_asked_for(capsys:
 def test_bigrams_that_cannot_be_are_refused_and_a_qwen3_has_none() -> None:
     with pytest.raises(UserError, match="bigram_rows must be at least 0, got -1"):
         shape(4, bigram_rows=-1)
-    config = sizes.model_config(4, "auto", "auto", "auto", "L", 2048, "tinyworld", CPU, "qwen3")
+    qwen3 = ShapeFlags(4, window_pattern="L", family="qwen3")
+    config = sizes.model_config(qwen3, 2048, "tinyworld", CPU)
     assert sizes.keep_bigrams(config, "auto", 1.0) is config
     with pytest.raises(UserError, match="--bigram_rows=9"):
-        sizes.model_config(4, "auto", "auto", "auto", "L", 2048, "tinyworld", CPU, "qwen3", 9)
+        sizes.model_config(replace(qwen3, bigram_rows=9), 2048, "tinyworld", CPU)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +104,15 @@ def test_impossible_shapes_are_refused(given: dict[str, int], says: str) -> None
         shape(**given)
 
 
+def split(total: Any, rows: Any, compute: Compute = CPU, passes: int | None = None, begun: int | None = None) -> Batch:
+    return sizes.batch(BatchFlags(total, rows, passes), SHAPE, 10**6, UNKNOWN, compute, begun_rows=begun)
+
+
 def test_a_step_as_given_and_a_lowered_device_batch_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sizes.batch(8192, 8, SHAPE, 10**6, None, "x", CPU) == Batch(8192, 32, 8, 4, probe=False)
-    assert sizes.batch(8192, "auto", SHAPE, 10**6, None, "x", CPU).probe
+    assert split(8192, 8, CPU) == Batch(8192, 32, 8, 4, probe=False)
+    assert split(8192, "auto", CPU).probe
     assert "lowered" not in capsys.readouterr().out
-    assert sizes.batch(8192, 8, SHAPE, 10**6, None, "x", replace(CPU, world_size=8)) == Batch(8192, 32, 4, 1)
+    assert split(8192, 8, replace(CPU, world_size=8)) == Batch(8192, 32, 4, 1)
     assert "device_batch_size: lowered from 8 to 4" in capsys.readouterr().out
 
 
@@ -117,16 +121,16 @@ def test_an_automatic_step_suits_the_ranks_and_stays_as_the_run_began() -> None:
 
     def rows_per_step(ranks: int, begun: int | None = None) -> int:
         compute = replace(CPU, world_size=ranks)
-        return sizes.example_batch("auto", 4, SHAPE, 10**6, rows, "x", compute, begun).rows_per_step
+        return sizes.example_batch(ExampleFlags("auto"), SHAPE, 10**6, rows, UNKNOWN, compute, begun).rows_per_step
 
     assert [rows_per_step(ranks) for ranks in (1, 2, 8)] == [1, 2, 8]
     assert rows_per_step(1, begun=8) == rows_per_step(4, begun=8) == 8
     three = replace(CPU, world_size=3)
-    assert sizes.batch("auto", 2, SHAPE, 10**6, None, "x", three, begun_rows=48).rows_per_step == 48
-    assert sizes.batch(256 * 6, 2, SHAPE, 10**6, None, "x", three, begun_rows=48).rows_per_step == 6
+    assert split("auto", 2, three, begun=48).rows_per_step == 48
+    assert split(256 * 6, 2, three, begun=48).rows_per_step == 6
     for refused in (
         lambda: rows_per_step(3, begun=8),
-        lambda: sizes.batch("auto", 2, SHAPE, 10**6, None, "x", three, begun_rows=8),
+        lambda: split("auto", 2, three, begun=8),
     ):
         with pytest.raises(UserError, match=r"8 rows, which 3 devices cannot .*--resume=none"):
             refused()
@@ -134,7 +138,7 @@ def test_an_automatic_step_suits_the_ranks_and_stays_as_the_run_began() -> None:
 
 @pytest.mark.parametrize(("asked", "passes"), [("auto", 1), ("auto", 2), ("auto", 4), ("auto", 32), (8, 4), (64, 1)])
 def test_passes_that_agree_are_taken_and_an_automatic_pass_follows_from_them(asked: Any, passes: int) -> None:
-    batch = sizes.batch(8192, asked, SHAPE, 10**6, None, "x", CUDA, passes)
+    batch = split(8192, asked, CUDA, passes)
     assert batch == Batch(8192, 32, 32 // passes, passes, probe=False)
 
 
@@ -154,7 +158,7 @@ def test_passes_that_do_not_agree_are_refused_with_the_arithmetic(
 ) -> None:
     compute = replace(CUDA, world_size=world_size)
     with pytest.raises(UserError, match=f"gradient_accumulation_steps .*{named}") as refused:
-        sizes.batch(8192, asked, SHAPE, 10**6, None, "x", compute, passes)
+        split(8192, asked, compute, passes)
     assert refused.value.exit_code == 2
 
 
@@ -172,16 +176,16 @@ def test_passes_that_do_not_agree_are_refused_with_the_arithmetic(
 def test_an_automatic_step_follows_corpus_and_horizon(
     corpus: str, tokens: float | None, world_size: int, expected: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    got = sizes.batch("auto", "auto", SHAPE, 10**6, tokens, corpus, replace(CPU, world_size=world_size))
+    got = sizes.batch(BatchFlags(), SHAPE, 10**6, corpus, replace(CPU, world_size=world_size), tokens)
     assert got.tokens_per_step == expected
     assert got.device_batch_size * got.passes * world_size * 256 == expected
     assert f"total_batch_size: {expected:,} tokens a step" in capsys.readouterr().out
 
 
 def test_a_pass_on_a_cpu_is_4096_tokens() -> None:
-    assert sizes.batch(2**16, "auto", SHAPE, 10**6, None, "x", CPU).device_batch_size == 16
+    assert split(2**16, "auto", CPU).device_batch_size == 16
     long = replace(SHAPE, sequence_len=8192)
-    assert sizes.batch(2**16, "auto", long, 10**6, None, "x", CPU).device_batch_size == 1
+    assert sizes.batch(BatchFlags(2**16), long, 10**6, UNKNOWN, CPU).device_batch_size == 1
 
 
 def test_a_pass_on_a_device_fits_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +195,7 @@ def test_a_pass_on_a_device_fits_its_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert 16 < fit < 32
     for memory, expected in ((80, 16), (8, 1)):
         monkeypatch.setattr(Nvidia, "memory_total", lambda self, memory=memory: memory * 2**30)
-        assert sizes.batch(2**19, "auto", d20, 896_500_000, None, "x", CUDA).device_batch_size == expected
+        assert sizes.batch(BatchFlags(2**19), d20, 896_500_000, UNKNOWN, CUDA).device_batch_size == expected
 
 
 # --- memory --------------------------------------------------------------------------------------
