@@ -2,6 +2,7 @@
 
     python -m dev.golden_numbers ~/golden                      # every golden run; hours of CPU
     python -m dev.golden_numbers ~/golden --only smoke         # some of them; the others stay
+    python -m dev.golden_numbers ~/golden --only d3 --fp32_only   # on a CPU that emulates bf16
 
 The losses are those of one run in fp32. A tolerance is MARGIN times the largest difference from
 them that a harmless change of the arithmetic made: the number of threads, the rows per pass, the
@@ -149,14 +150,22 @@ def end(name: str, case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
-def measure(name: str, folder: Path) -> dict[str, Any]:
-    """Train all runs of a case, and return its entry of golden.json."""
+def measure(name: str, folder: Path, fp32_only: bool, before: dict[str, Any]) -> dict[str, Any]:
+    """Train all runs of a case, and return its entry of golden.json; `before` is what it was.
+
+    With `fp32_only` the tolerances of other number formats stay as they were.
+    """
     case = CASES[name]
     smallest = name == next(iter(CASES))
     reference = train(name, case, REFERENCE, folder)
     changes = CHANGES if smallest else FEW_CHANGES
+    if fp32_only:
+        changes = tuple(change for change in changes if change.name.startswith("fp32"))
     runs = [train(name, case, change, folder) for change in changes]
     of_losses, of_gradients = tolerances(reference, runs)
+    if fp32_only and before:
+        of_losses = before["tolerances"] | of_losses
+        of_gradients = before["gradient_tolerances"] | of_gradients
     result = Golden(
         name,
         case.vocabulary,
@@ -178,10 +187,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="folder of the runs")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument(
+        "--fp32_only", action="store_true", help="keep the tolerances of other number formats"
+    )
     arguments = parser.parse_args()
     runs = read_json(golden.FILE)["runs"] if golden.FILE.exists() else {}
     for name in arguments.only:
-        runs[name] = measure(name, arguments.folder.expanduser())
+        folder = arguments.folder.expanduser()
+        runs[name] = measure(name, folder, arguments.fp32_only, runs.get(name, {}))
     ordered = {name: runs[name] for name in CASES if name in runs}
     write_json(golden.FILE, {"elsewhere": ELSEWHERE, "runs": ordered})
     log(f"wrote {golden.FILE}")

@@ -3,6 +3,7 @@
 python -m bench.multiplier --quick                       # ours beside AdamW; 50 seconds
 python -m bench.multiplier --upstream DIR --corpus DIR   # a checkout of karpathy/nanochat, and
                                                          # texts of bench.multiplier.corpus
+python -m bench.multiplier --ladder --upstream DIR --hours 2   # see ladder.py
 python -m bench.multiplier --baseline ours --variants "hot=--matrix_lr=0.03"
 python -m bench.multiplier --baseline ours --variants "ema=--checkout=../with-ema"
 
@@ -35,7 +36,7 @@ from statistics import fmean
 from typing import Literal
 
 from bench import tables
-from bench.multiplier import corpus
+from bench.multiplier import corpus, ladder
 from bench.multiplier.curves import Interval, multiplier
 from bench.multiplier.runs import OUR_CODE, Entry, Result, Run, Runs
 from bench.processes import check_peers, refuse
@@ -109,6 +110,11 @@ class Config:
     megabytes: tuple[float, ...] = (5.0,)
     """MB of English and of Chinese in the text documents, or one number for both; longer runs need
     more"""
+    ladder: bool = False
+    """print the table of the ladder, whose sizes, lengths and seeds are fixed; with --upstream, train
+    runs that are missing first"""
+    hours: float = 2.0
+    """time after which the ladder begins no other run"""
 
     @property
     def lengths(self) -> list[int]:
@@ -326,13 +332,8 @@ def show(figures: Sequence[Figure], baseline: str) -> None:
     tables.show((*titles, "multiplier, FLOPs", "CPU seconds"), rows)
 
 
-def main(cfg: Config) -> None:
-    """Train what is missing, and print the table and the JSON object."""
-    check(cfg)
-    sizes = Sizes()
-    if cfg.quick:
-        cfg = replace(cfg, corpus=None, depths=(2,), steps=(24,), seeds=(1, 2))
-        sizes = QUICK
+def our_variant(quick: bool) -> tuple[Variant, bool]:
+    """Return how our side trains on this host, and whether upstream's side can be compiled."""
     compute = device.compute_init("cpu")
     host.use_compile_cache(base_dir())  # both sides compile into this folder
     missing = device.compiler_missing(compute)
@@ -341,19 +342,69 @@ def main(cfg: Config) -> None:
     dtype = compute.platform.best_dtype()[0]
     # Our step is compiled where base_train compiles it, and upstream's if there is a compiler.
     kernels_are_faster = compute.operations.needs_no_compiler(HEAD_DIM, dtype)
-    compiled = not (missing or kernels_are_faster or cfg.quick)
-    ours = Variant("ours", dtype_name(dtype), compiled)
-    baseline, candidates = entries(cfg, ours, not missing)
-    out = base_dir() / "multiplier"
+    compiled = not (missing or kernels_are_faster or quick)
+    return Variant("ours", dtype_name(dtype), compiled), not missing
+
+
+def rows_of_texts(cfg: Config, sizes: Sizes, out: Path) -> dict[str, Path]:
+    """Return the folder with the rows of each text, made if they are missing."""
     texts = ("code", "documents") if cfg.corpus else ("code",)
-    rows = {text: rows_of(text, cfg, sizes, out) for text in texts}
+    return {text: rows_of(text, cfg, sizes, out) for text in texts}
+
+
+def plan_of(sizes: Sizes, depth: int, rows: Path, **settings: int) -> Plan:
+    """Return the plan of a run of a depth, without its length and its seed unless given."""
+    shape = sizes.shape(depth)
+    return Plan(shape, rows, sizes.rows_per_step, warmup=0, held_out=sizes.held_out, **settings)
+
+
+def climb_ladder(cfg: Config) -> None:
+    """Train runs of the ladder that are missing, given upstream's code; then print its table."""
+    trained = 0
+    checkout = cfg.upstream
+    if checkout is not None:
+        check_peers(False, (), checkout)
+        longest = ladder.RUNGS[0]
+        cfg = replace(cfg, steps=(longest.steps,), stretch=longest.stretch)
+        ours, upstream_compiled = our_variant(quick=False)
+        upstream = replace(ours, side="upstream", compiled=upstream_compiled)
+        sizes = Sizes()
+        out = base_dir() / "multiplier"
+        rows = rows_of_texts(cfg, sizes, out)
+        planned = [
+            Run(text, rung.depth, entry, plan_of(sizes, rung.depth, rows[text], **numbers))
+            for text, rung in itertools.product(rows, ladder.RUNGS)
+            for entry, numbers in ladder.runs_of(
+                rung, Entry("ours", ours), Entry("upstream", upstream)
+            )
+        ]
+        train = Runs(out / "runs", checkout).train
+        trained = ladder.climb(planned, train, checkout, cfg.hours)
+    results = ladder.figures(ladder.read_records())
+    ladder.show(results)
+    summary = {"trained": trained, "figures": [asdict(result) for result in results]}
+    tables.finish("multiplier_ladder", summary)
+
+
+def main(cfg: Config) -> None:
+    """Train what is missing, and print the table and the JSON object."""
+    if cfg.ladder:
+        climb_ladder(cfg)
+        return
+    check(cfg)
+    sizes = Sizes()
+    if cfg.quick:
+        cfg = replace(cfg, corpus=None, depths=(2,), steps=(24,), seeds=(1, 2))
+        sizes = QUICK
+    ours, upstream_compiled = our_variant(cfg.quick)
+    baseline, candidates = entries(cfg, ours, upstream_compiled)
+    out = base_dir() / "multiplier"
     runs = Runs(out / "runs", cfg.upstream)
     figures: list[Figure] = []
-    for depth, text in itertools.product(sorted(cfg.depths), texts):
-        plan = Plan(
-            sizes.shape(depth), rows[text], sizes.rows_per_step, warmup=0, held_out=sizes.held_out
-        )
-        figures += measure(Run(text, depth, baseline, plan), baseline, candidates, cfg, runs)
+    rows = rows_of_texts(cfg, sizes, out)
+    for depth, text in itertools.product(sorted(cfg.depths), rows):
+        template = Run(text, depth, baseline, plan_of(sizes, depth, rows[text]))
+        figures += measure(template, baseline, candidates, cfg, runs)
     log(f"{len(cfg.seeds)} seeds; standard errors over seeds; ?: beyond the baseline's curve")
     show(figures, baseline.name)
     result = {

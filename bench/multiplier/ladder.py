@@ -1,0 +1,274 @@
+"""The ladder: models of growing size beside upstream's, over paired seeds, a few runs at a time.
+
+python -m bench.multiplier --ladder                                 # the table of the finished runs
+python -m bench.multiplier --ladder --upstream DIR --hours 2        # trains missing runs first
+
+Finished runs are lines of ladder.json beside this file, which is committed. So the ladder is
+climbed in parts, on several hosts. FLOPs are the same on every host, and their multipliers take
+seeds from all of them; CPU seconds are compared only between runs on one kind of CPU.
+"""
+
+import datetime
+import hashlib
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from bench import tables
+from bench.multiplier.curves import Interval, Point, multiplier
+from bench.multiplier.runs import Entry, Result, Run, code_hash
+from bench.text import ABOUT
+from nanochat.common import log, read_json, write_atomic
+from nanochat.report import golden
+
+FILE = Path(__file__).parent / "ladder.json"
+DECIMALS = 2  # of the golden losses by which two versions of our code learn the same
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One size of the ladder."""
+
+    depth: int
+    steps: int
+    seeds: tuple[int, ...]
+    stretch: tuple[float, ...]  # lengths of upstream's runs, as multiples of `steps`
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of upstream's runs, in steps."""
+        return [round(self.steps * factor) for factor in self.stretch]
+
+
+RUNGS = (
+    Rung(3, 800, (1, 2, 3, 4, 5), (1.0, 2.0)),
+    Rung(4, 800, (1, 2, 3, 4, 5), (1.0, 2.0)),
+    Rung(6, 800, (1, 2, 3), (1.0, 1.5)),
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A finished run, and where it was trained."""
+
+    text: str
+    rows: str  # hash of the rows
+    depth: int
+    steps: int
+    name: str  # ours or upstream
+    seed: int
+    recipe: str  # hash of what decides how this side learns
+    bits_per_byte: float
+    flops: float
+    seconds: float  # CPU seconds of the steps
+    cpu: str
+    dtype: str
+    torch: str
+    date: str
+
+    @property
+    def key(self) -> tuple[str | int, ...]:
+        """What is equal for two runs that are the same experiment, on whatever host."""
+        return (self.text, self.rows, self.depth, self.steps, self.name, self.seed, self.recipe)
+
+    def point(self, cost: str) -> Point:
+        """Return the end of the run; `cost` is flops or seconds."""
+        return Point(getattr(self, cost), self.bits_per_byte)
+
+
+@dataclass(frozen=True)
+class RungFigures:
+    """The multipliers of one rung on one text."""
+
+    text: str
+    depth: int
+    steps: int
+    seeds: int
+    bits_per_byte: float
+    upstream: float  # bits per byte after as many steps
+    flops: Interval | None
+    seconds: Interval | None  # of the seeds on `cpu`
+    cpu: str
+    seeds_on_cpu: int
+
+
+def runs_of(rung: Rung, ours: Entry, upstream: Entry) -> Iterator[tuple[Entry, dict[str, int]]]:
+    """Yield what trains, with its steps (the `horizon` of a plan) and its seed, seed by seed."""
+    for seed in rung.seeds:
+        yield ours, {"horizon": rung.steps, "seed": seed}
+        for length in rung.lengths:
+            yield upstream, {"horizon": length, "seed": seed}
+
+
+def short_hash(value: Any) -> str:
+    """Return a hash of something that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def our_recipe() -> str:
+    """Return a hash of what our code learns, which stays the same if code is only rewritten.
+
+    It covers the settings of the golden runs d3 and d4, and the losses that they must have.
+    """
+    runs = [golden.load().runs[name] for name in ("d3", "d4")]
+    losses = [[round(loss, DECIMALS) for loss in run.losses] for run in runs]
+    return short_hash([[run.settings for run in runs], losses])
+
+
+def recipe_of(run: Run, upstream: Path) -> str:
+    """Return the hash of what decides how the side of a run learns."""
+    if run.entry.name == "ours":
+        return our_recipe()
+    return short_hash([code_hash(upstream, ["nanochat"]), run.entry.variant.scale])
+
+
+def record_of(run: Run, result: Result, upstream: Path) -> Record:
+    """Return the record of a run that has just ended on this host."""
+    assert run.plan.seed is not None
+    return Record(
+        text=run.text,
+        rows=read_json(run.plan.rows / ABOUT)["sha256"][:12],
+        depth=run.depth,
+        steps=run.steps,
+        name=run.entry.name,
+        seed=run.plan.seed,
+        recipe=recipe_of(run, upstream),
+        bits_per_byte=round(result.bits_per_byte, 6),
+        flops=result.flops,
+        seconds=round(result.seconds, 1),
+        cpu=result.cpu,
+        dtype=run.entry.variant.dtype,
+        torch=torch.__version__,
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def read_records(file: Path = FILE) -> list[Record]:
+    """Return the runs in a file; none if it does not exist."""
+    return [Record(**record) for record in read_json(file)] if file.exists() else []
+
+
+def write_records(records: Iterable[Record], file: Path = FILE) -> None:
+    """Write runs to a file, one line for each, in the order of their keys."""
+    ordered = sorted(records, key=lambda record: record.key)
+    lines = ",\n".join(json.dumps(asdict(record)) for record in ordered)
+    write_atomic(file, f"[\n{lines}\n]\n".encode())
+
+
+def climb(
+    runs: Iterable[Run],
+    train: Callable[[Run], Result],
+    upstream: Path,
+    hours: float,
+    file: Path = FILE,
+) -> int:
+    """Train the runs that the file lacks, in order, and add each to it; returns how many.
+
+    No run begins after `hours`, but the one that has begun is finished.
+    """
+    until = time.monotonic() + 3600 * hours
+    trained = 0
+    for run in runs:
+        known = {record.key for record in read_records(file)}
+        place = record_of(run, Result({}, 0.0, 0.0, 0.0, []), upstream)
+        if place.key in known:
+            continue
+        if time.monotonic() >= until:
+            log("the hours are over; type the command again to train the other runs")
+            break
+        record = record_of(run, train(run), upstream)
+        write_records([*read_records(file), record], file)
+        trained += 1
+    return trained
+
+
+def newest(records: Sequence[Record]) -> list[Record]:
+    """Return the records of the recipe that each side was trained with last."""
+    recipes: dict[str, str] = {}
+    for record in sorted(records, key=lambda record: record.date):
+        recipes[record.name] = record.recipe
+    return [record for record in records if record.recipe == recipes[record.name]]
+
+
+def whole_seeds(rung: Rung, records: Sequence[Record]) -> list[list[Record]]:
+    """Return our run and upstream's runs of every length, for each seed that has them all."""
+    wanted = [("ours", rung.steps), *(("upstream", length) for length in rung.lengths)]
+    runs = {
+        (record.name, record.steps, record.seed): record
+        for record in records
+        if record.depth == rung.depth
+    }
+    of_seeds = [[runs.get((*run, seed)) for run in wanted] for seed in rung.seeds]
+    return [[run for run in seed if run] for seed in of_seeds if all(seed)]
+
+
+def figures(records: Sequence[Record]) -> list[RungFigures]:
+    """Return the multipliers of each rung and text that has at least one whole seed."""
+    result = []
+    for text, rung in itertools.product(sorted({record.text for record in records}), RUNGS):
+        of_text = newest([record for record in records if record.text == text])
+        seeds = whole_seeds(rung, of_text)
+        if seeds:
+            result.append(figures_of(text, rung, seeds))
+    return result
+
+
+def figures_of(text: str, rung: Rung, seeds: Sequence[Sequence[Record]]) -> RungFigures:
+    """Return the multipliers of a rung from its whole seeds."""
+    cpus = Counter(cpus.pop() for seed in seeds if len(cpus := {run.cpu for run in seed}) == 1)
+    cpu = cpus.most_common(1)[0][0] if cpus else ""
+    on_cpu = [seed for seed in seeds if {run.cpu for run in seed} == {cpu}]
+    return RungFigures(
+        text=text,
+        depth=rung.depth,
+        steps=rung.steps,
+        seeds=len(seeds),
+        bits_per_byte=fmean(seed[0].bits_per_byte for seed in seeds),
+        upstream=fmean(seed[1].bits_per_byte for seed in seeds),
+        flops=multiplier_of("flops", seeds),
+        seconds=multiplier_of("seconds", on_cpu) if on_cpu else None,
+        cpu=cpu,
+        seeds_on_cpu=len(on_cpu),
+    )
+
+
+def multiplier_of(cost: str, seeds: Sequence[Sequence[Record]]) -> Interval | None:
+    """Return the multiplier in flops or seconds; each seed is our run, then upstream's."""
+    points = [[run.point(cost) for run in seed] for seed in seeds]
+    return multiplier([seed[0] for seed in points], [seed[1:] for seed in points])
+
+
+def show(results: Sequence[RungFigures]) -> None:
+    """Print one line for each rung, with intervals of 95 %."""
+    titles = ("text, depth, steps", "seeds", "bits/byte", "upstream", "multiplier, FLOPs")
+    rows = [
+        [
+            f"{result.text}, d{result.depth}, {result.steps}",
+            f"{result.seeds}",
+            f"{result.bits_per_byte:.4f}",
+            f"{result.upstream:.4f}",
+            in_words(result.flops),
+            in_words(result.seconds),
+            f"{result.seeds_on_cpu} on {result.cpu}" if result.seeds_on_cpu else "",
+        ]
+        for result in results
+    ]
+    tables.show((*titles, "CPU seconds", "seeds of CPU seconds"), rows)
+
+
+def in_words(interval: Interval | None) -> str:
+    """Return a multiplier with its interval; a question mark follows what was extrapolated."""
+    if interval is None:
+        return "no slope"
+    words = f"{interval.mean:.2f}" + "?" * interval.extrapolated
+    if interval.low is None:
+        return words
+    return f"{words} [{interval.low:.2f}, {interval.high:.2f}]"
