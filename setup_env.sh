@@ -12,6 +12,9 @@
 SETUP_ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 SETUP_VENV=$SETUP_ROOT/.venv
 
+# To bash before 4.4, such as macOS's 3.2, an empty array is an unset variable, and `set -u` would end the script.
+if [ "${BASH_VERSINFO[0]}${BASH_VERSINFO[1]}" -lt 44 ]; then set +u; fi
+
 setup_env() { # activates .venv in the caller's shell; a separate process makes .venv
     bash "$SETUP_ROOT/setup_env.sh" "$@" || return
     export VIRTUAL_ENV=$SETUP_VENV PATH=$SETUP_VENV/bin:$PATH
@@ -93,6 +96,7 @@ or upgrade CANN, then type the same command again." \
         fail "Python 3.10 or later is needed; $found. Install one, for example with
   apt-get install -y python3.11 python3.11-venv python3.11-dev    (Debian, Ubuntu)
   dnf install -y python3.11 python3.11-devel                      (openEuler, Fedora)
+  brew install python@3.12                                        (macOS)
 then type the same command again." \
             "需要 Python 3.10 或更高版本；$found_zh。请用上面的命令安装，然后再次输入同一条命令。"
     fi
@@ -296,8 +300,8 @@ then type the same command again." \
     fi
     # Some hosts set PYTHONDONTWRITEBYTECODE. The bytecode that is written here saves every later process a second, and five seconds where it compiles a model.
     if ! step "a first import" env -u PYTHONDONTWRITEBYTECODE "$SETUP_VENV/bin/python" -c "import $modules"; then
-        fail_with_log "the installed packages do not load. The wheels need a 64-bit Linux with glibc 2.28 or later. On such a system, delete the environment (rm -rf .venv), then type the same command again." \
-            "已安装的软件包无法加载。这些安装包需要 glibc 2.28 或更高的 64 位 Linux。如果系统符合要求，请删掉环境（rm -rf .venv），然后再次输入同一条命令。"
+        fail_with_log "the installed packages do not load. The wheels need a 64-bit Linux with glibc 2.28 or later, or macOS 14 on Apple silicon. On such a system, delete the environment (rm -rf .venv), then type the same command again." \
+            "已安装的软件包无法加载。这些安装包需要 glibc 2.28 或更高的 64 位 Linux，或 Apple 芯片上的 macOS 14。如果系统符合要求，请删掉环境（rm -rf .venv），然后再次输入同一条命令。"
     fi
 }
 

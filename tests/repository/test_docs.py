@@ -40,6 +40,7 @@ TWINS = {
 
 # What the documents may name as a variable although nothing of ours reads it, by who does.
 FOREIGN_VARIABLES = {
+    "uv": "MACOSX_DEPLOYMENT_TARGET",
     "anthropic": "ANTHROPIC_BASE_URL ANTHROPIC_API_KEY ANTHROPIC_MODEL",
     "torch_npu": """
         TASK_QUEUE_ENABLE CPU_AFFINITY_CONF PYTORCH_NPU_ALLOC_CONF TORCH_NPU_FALLBACK_CPU_DISABLE HCCL_EVENT_TIMEOUT

@@ -1,6 +1,7 @@
 """setup_env.sh on fake machines: what it refuses, what it can do without, and what a kill leaves behind."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -323,3 +324,12 @@ def test_a_real_environment_runs_the_package(tmp_path: Path) -> None:
     shown = subprocess.run([clone / ".venv/bin/python", "-c", code], cwd="/", capture_output=True, text=True)
     assert shown.stdout.strip() == str(clone / "nanochat/__init__.py"), shown.stderr
     assert subprocess.run(["bash", "setup_env.sh"], cwd=clone, capture_output=True, env=environment).stdout == b""
+
+
+NEWER_THAN_BASH_3 = r"declare -[Ag]|mapfile|readarray|\$\{\w+[,^]|wait -n|local -n|&>>|\|&|EPOCHSECONDS|@Q\}"
+
+
+def test_the_scripts_of_the_readme_avoid_what_the_bash_of_macos_lacks() -> None:
+    for name in ("setup_env.sh", "speedrun.sh", "test.sh", "runs/common.sh", "runs/runcpu.sh", "runs/finetune_demo.sh"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert re.findall(NEWER_THAN_BASH_3, text) == [], name
