@@ -43,8 +43,10 @@ def test_it_prints_one_json_object(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(finetune, "SHAPES", {"qwen3": SHAPES["qwen3"]})
     monkeypatch.setattr(finetune, "SMALL", TINY)
     monkeypatch.setattr(finetune, "QUICK_BATCH", (1, 8))
     finetune.main(Config(quick=True))
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(result["qwen3 lora"]) == {"tokens_per_cpu_second", "peak_gb"}
+    for mode in ("lora", "full"):
+        assert set(result[f"qwen3 {mode}"]) == {"tokens_per_cpu_second", "peak_gb"}

@@ -221,12 +221,12 @@ def test_compiling_is_no_part_of_upstreams_cost(tmp_path: Path) -> None:
     assert result.losses[0] == pytest.approx(math.log(300), abs=1e-4)
 
 
-@pytest.mark.slow
 def test_quick_compares_and_a_second_call_trains_nothing(
     base_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "QUICK", Sizes(16, 300, 4, 4))
     monkeypatch.setattr(bench, "standard_library", lambda limit: TEXT)
+    monkeypatch.setattr(bench, "Runs", FakeRuns)
     results = []
     for _ in range(2):
         bench.main(Config(quick=True))

@@ -164,13 +164,14 @@ class Aside:
     ("family", "compiled"), [("qwen3.5", False), pytest.param("qwen3", True, marks=pytest.mark.slow)]
 )
 def test_inputs_of_layers_that_wait_elsewhere_change_no_gradient(family: str, compiled: bool) -> None:
+    """Compiled without generated code, which takes half a minute to make."""
     idx, gradients = torch.arange(160).view(2, 80), []
     for offloads in (False, True):
         model = tiny_qwen(family)
         model.offload_tensor = aside = Aside()
         model.checkpoints, model.offloads = True, offloads
         compiles = compiled and offloads  # an eager model says what the gradients are
-        fast = cast(nn.Module, torch.compile(model, dynamic=False)) if compiles else model
+        fast = cast(nn.Module, torch.compile(model, dynamic=False, backend="aot_eager")) if compiles else model
         fast(idx[:, :-1], idx[:, 1:]).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
         inputs = model.config.n_layer if offloads else 0

@@ -3,6 +3,7 @@
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,7 +21,8 @@ from nanochat.runtime.tracking import read_metrics
 from nanochat.train import sizes
 from nanochat.train.flags import BatchFlags
 from scripts import base_train, chat_rl, chat_sft, mid_train
-from tests.repository.test_speedrun import SETUP, make_clone
+from tests.emulated_npu import worker
+from tests.repository.test_speedrun import make_clone
 from tests.support.ascend_hosts import make_host
 from tests.support.tiny_model import on_cpu
 
@@ -267,23 +269,43 @@ def test_no_home_and_an_odd_base_folder_are_no_obstacle(clone: Clone, tmp_path: 
     assert (tmp_path / odd / ".speedrun.lock").exists()
 
 
+@pytest.mark.parametrize("preset", ["auto", "smoke", "tinyworld"])  # auto is a preset for TinyWorld on a CPU
+def test_a_corpus_that_the_preset_would_not_train_on_is_refused(clone: Clone, preset: str) -> None:
+    flags = ["--preset", preset, "--data", "fineweb"]
+    code, out = clone.run(*flags, script="speedrun.sh", NANOCHAT_DEVICE="cpu", FAKE_CARDS="1")
+    assert code == 2
+    assert "trains on TinyWorld only, got --data fineweb; add --preset d12, d20 or gpt2" in out
+    assert clone.calls.read_text() == "", "no stage has begun"
+
+
+def test_a_plan_starts_the_planner_and_nothing_else(clone: Clone) -> None:
+    code, out = clone.run("--preset", "gpt2", "--plan", script="speedrun.sh", NANOCHAT_DEVICE="cpu")
+    assert (code, out.strip()) == (0, "--depth=12 --total_batch_size=262144 --device_batch_size=32")
+    assert clone.calls.read_text().splitlines() == ["-m nanochat.planner --preset gpt2 --recipe ours"]
+
+
+def test_a_recipe_is_refused_where_it_changes_nothing(clone: Clone) -> None:
+    for flags in (
+        ["--recipe", "theirs"],
+        ["--recipe=upstream"],
+        ["--preset=gpt2", "--recipe=upstream", "--family=qwen3"],
+    ):
+        code, out = clone.run(*flags, script="speedrun.sh", NANOCHAT_DEVICE="cpu")
+        assert code == 2 and "error: --recipe " in out
+
+
 @pytest.mark.npu
 @pytest.mark.smoke
-@pytest.mark.timeout(1800)
-def test_the_smoke_preset_on_two_emulated_npus(tmp_path: Path) -> None:
-    clone = make_clone(tmp_path)
+def test_two_emulated_npus_are_set_up_and_pretrain(tmp_path: Path) -> None:
+    """Stopped after pretraining: tests/emulated_npu/test_pipeline.py trains and measures every stage on two NPUs."""
+    host = worker.npu_environment(tmp_path / "host", devices=2)
+    clone = make_clone(tmp_path, script="speedrun_npu.sh", host=host)
     for name in ("speedrun_npu.sh", "setup_ascend.sh"):
         shutil.copy(ROOT / name, clone.root)
-    shutil.copytree(ROOT / "tools_npu", clone.root / "tools_npu", ignore=shutil.ignore_patterns("__pycache__"))
-    (clone.root / "setup_env.sh").write_text(SETUP)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "NANOCHAT_BASE_DIR": str(clone.base), "OMP_NUM_THREADS": "1", "PATH": path}
-    command = [sys.executable, "-m", "tests.emulated_npu", "--devices", "2", "--", "bash",
-               str(clone.root / "speedrun_npu.sh"), "--data", "tinyworld", "--preset", "smoke"]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "preset smoke, corpus tinyworld, on npu in bfloat16 (2 device(s))" in done.stdout
-    assert "2 ranks over hccl" in done.stdout
-    for folder, last in [("base", 20), ("mid", 10), ("chatsft", 10), ("chatrl", 3)]:
-        found = clone.base / f"{folder}_checkpoints" / "smoke"
-        assert read_metrics(found)[-1]["step"] == last
+    shutil.copytree(ROOT / "tools_npu", clone.root / "tools_npu")
+    process = clone.start_until("== base_loss")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert "preset smoke, corpus tinyworld, on npu in bfloat16 (2 device(s))" in clone.log
+    assert "2 ranks over hccl" in clone.log
+    assert read_metrics(clone.base / "base_checkpoints" / "smoke")[-1]["step"] == 20

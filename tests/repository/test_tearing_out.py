@@ -62,7 +62,7 @@ TRAIN = [
     "--no_compile",
     "--other_code",
 ]
-CHAT = ["scripts.chat_cli", "-p", "What is 2 + 3?", "-t", "0"]
+CHAT = ["scripts.chat_cli", "-p", "What is 2 + 3?", "-t", "0", "-m", "4"]
 
 
 def copy_without(appendix: str, folder: Path) -> Path:

@@ -2,21 +2,20 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.repository.test_docs import ROOT
 from tests.support.english_lines import english_lines
+from tests.support.forks import Forks
 from tests.support.qwens import write_folder
 
 FINETUNE = ("scripts.finetune", "--max_length=48", "--target_examples_per_step=4", "--num_iterations=4",
             "--device_batch_size=2", "--out_tag=made", "--no-compile")  # fmt: skip
 
 
-def printed(folder: Path, *words: str, fails: bool = False, stdin: str = "") -> tuple[str, str]:
+def printed(forks: Forks, folder: Path, *words: str, fails: bool = False, typed: str = "") -> tuple[str, str]:
     """What a script prints to standard output and to standard error."""
     variables = {
         **os.environ,
@@ -24,10 +23,9 @@ def printed(folder: Path, *words: str, fails: bool = False, stdin: str = "") -> 
         "NANOCHAT_BASE_DIR": str(folder / "base"),
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", *words]
-    end = subprocess.run(command, cwd=folder, env=variables, input=stdin, capture_output=True, text=True)
-    assert bool(end.returncode) == fails and "Traceback" not in end.stderr, end.stderr
-    return end.stdout, end.stderr
+    code, out, err = forks.run(list(words), folder, variables, typed)
+    assert bool(code) == fails and "Traceback" not in err, err
+    return out, err
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +47,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.smoke
 def test_a_fine_tuning_a_chat_and_three_faults_are_in_chinese(folder: Path) -> None:
-    texts = [
-        *printed(folder, *FINETUNE, "--model=model", "--data=chats.jsonl"),
-        # standard output has only the model's own words
-        printed(folder, "scripts.chat_cli", "-i", "tune", "-g", "made", stdin="the cat\n/help\n/save\n")[1],
-        *printed(folder, *FINETUNE, "--modle=model", fails=True),
-        *printed(folder, *FINETUNE, "--model=absent", "--data=chats.jsonl", fails=True),
-        *printed(folder, *FINETUNE, "--model=model", "--data=bad.jsonl", "--resume=none", fails=True),
-    ]
+    with Forks() as forks:
+        texts = [
+            *printed(forks, folder, *FINETUNE, "--model=model", "--data=chats.jsonl"),
+            # standard output has only the model's own words
+            printed(forks, folder, "scripts.chat_cli", "-i", "tune", "-g", "made", typed="the cat\n/help\n/save\n")[1],
+            *printed(forks, folder, *FINETUNE, "--modle=model", fails=True),
+            *printed(forks, folder, *FINETUNE, "--model=absent", "--data=chats.jsonl", fails=True),
+            *printed(forks, folder, *FINETUNE, "--model=model", "--data=bad.jsonl", "--resume=none", fails=True),
+        ]
     lines = [line for text in texts for line in english_lines(text)]
     assert not lines, "\n".join(lines)

@@ -55,11 +55,11 @@ def stage_learned(stage: str, base: Path, largest_sampler_gap: float) -> None:
     lines = [line for line in read_metrics(stage_folder(base, stage)) if "loss" in line]
     assert not any(line["skipped"] for line in lines)
     if stage == "rl":
-        assert sum(line["grad_norm"] > 0 for line in lines) > 10
+        assert sum(line["grad_norm"] > 0 for line in lines) > len(lines) / 2
         assert max(line["sampler_gap"] for line in lines) <= largest_sampler_gap
     else:
         assert len([line for line in lines if "val_bpb" in line]) == 2
-        losses = [line["loss"] for line in lines]  # twenty tiny steps of SFT do not yet show in the validation
+        losses = [line["loss"] for line in lines]  # a few tiny steps of SFT do not yet show in the validation
         assert sum(losses[-5:]) < sum(losses[:5]), losses
 
 
@@ -70,7 +70,7 @@ def test_a_stage_learns_something(stage: str, chain: Path) -> None:
 
 @pytest.mark.smoke
 def test_every_stage_learns_something_in_bf16(tmp_path: Path) -> None:
-    with small_chain(tmp_path / "bf16", in_bf16()) as base:
+    with small_chain(tmp_path / "bf16", in_bf16(), num_iterations=10, eval_every=5) as base:
         for stage in STAGES:
             stage_learned(stage, base, math.inf)
 

@@ -29,10 +29,14 @@ class Forks:
     def __exit__(self, *_: object) -> None:
         self._process.communicate()
 
-    def run(self, words: list[str], folder: Path, variables: dict[str, str]) -> tuple[int, str, str]:
-        """Run a module with its arguments, with all the environment given; its exit code, and what it printed."""
+    def run(self, words: list[str], folder: Path, variables: dict[str, str], typed: str = "") -> tuple[int, str, str]:
+        """Run a module with its arguments, all the environment given, and `typed` as standard input.
+
+        Returns its exit code, and what it printed to standard output and to standard error.
+        """
         assert self._process.stdin and self._process.stdout
         with tempfile.TemporaryDirectory() as outputs:
+            (Path(outputs) / "in").write_text(typed)
             request = {"words": words, "folder": str(folder), "variables": variables, "outputs": outputs}
             print(json.dumps(request), file=self._process.stdin, flush=True)
             code = int(self._process.stdout.readline())
@@ -44,11 +48,11 @@ def run_module(words: list[str], folder: str, variables: dict[str, str], outputs
     """Become the command, and return its exit code."""
     for name, descriptor in (("out", 1), ("err", 2)):
         os.dup2(os.open(os.path.join(outputs, name), os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
-    sys.stdin = open(os.devnull)  # noqa: SIM115  # as long as the process
+    sys.stdin = open(os.path.join(outputs, "in"))  # noqa: SIM115  # as long as the process
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
-    sys.path[0] = folder
+    sys.path[:1] = [folder, *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = words
     try:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
