@@ -53,6 +53,7 @@ def package(folder: Path, name: str, files: dict[str, bytes]) -> None:
     shutil.rmtree(root)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="dpkg-deb makes the packages")
 def test_packages_become_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chinese = "中文文档。" * 100

@@ -45,6 +45,7 @@ def test_quick_prints_a_table_and_one_json_object(
     assert result["loader_tokens_per_cpu_second"] > 0
 
 
+@pytest.mark.slow
 def test_a_quick_evaluation_prints_its_figures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

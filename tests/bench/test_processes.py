@@ -13,6 +13,7 @@ from nanochat.tokenizer import Tokenizer
 from tests.bench.fakes import TEXT, fake_upstream, tiny_plan
 
 
+@pytest.mark.slow
 def test_a_side_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
     broken = fake_upstream(tmp_path / "broken", "raise SystemExit('no such model')")
     plan = tiny_plan(tmp_path / "rows")
@@ -49,6 +50,7 @@ def test_rows_are_the_text_cut_and_shuffled_and_the_same_every_time(tmp_path: Pa
         make_rows(tmp_path / "c", 300, 100_000, TEXT)
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_python_and_nothing_installed() -> None:
     text = standard_library(200_000)
     assert 200_000 <= sum(map(len, text.documents)) < 1_000_000

@@ -22,6 +22,7 @@ from tests.support.tiny_model import tiny_checkpoint
 FEW = replace(SUMS, problems=2, samples=8, sharpness=1.0)
 
 
+@pytest.mark.slow
 def test_the_figures_are_one_json_object(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -104,6 +104,7 @@ def test_every_row_has_the_logits_that_peft_gives_its_adapter(
             torch.testing.assert_close(model(idx[rows]), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pad", [False, True])
 def test_a_mixed_batch_says_what_each_adapter_says_alone_and_merged(family: str, folder: Path, pad: bool) -> None:
     asked = [(prompt, name) for prompt, name in zip(prompts(6), ("", *NAMES, "wide", "narrow"), strict=True)]

@@ -86,6 +86,7 @@ def followed(prompt: list[int], reply: Completion) -> list[int]:
 
 
 # Every pair of values, with either model.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slots", "right", "pad"),
     [(1, 0.0, False), (4, 0.0, True), (1, 0.7, True), (4, 0.7, False), (4, 1.0, False), (1, 1.0, True)],

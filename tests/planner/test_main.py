@@ -52,6 +52,7 @@ def test_the_flags_fit_the_memory_and_divide_the_step(
     )
 
 
+@pytest.mark.slow
 def test_the_command_prints_flags_alone_on_standard_output() -> None:
     words = [sys.executable, "-m", "nanochat.planner", "--chip=910B3", "--ranks=4", "--depth=4",
              "--total_batch_size=262144"]  # fmt: skip

@@ -136,6 +136,7 @@ A3B = QwenConfig(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_adapter_of_qwen3_30b_a3b_fits_8_cards_of_64_gb() -> None:
     """The publisher says 30.5 billion parameters, 3.3 billion activated."""
     counts = counts_of(A3B, LoraConfig())

@@ -287,6 +287,7 @@ print(device.device_type, "|", device.reason)
 """
 
 
+@pytest.mark.slow
 def test_importing_initialises_nothing_even_beside_a_broken_backend(tmp_path: Path) -> None:
     """The pretended package registers itself with torch, as the real one does; torch could not be imported with it."""
     (tmp_path / "torch_npu.py").write_text(BROKEN)

@@ -41,6 +41,7 @@ def made(tmp_path: Path) -> Callable[[str, Any], Child]:
     return made
 
 
+@pytest.mark.slow
 def test_each_question_has_its_own_processor_time(made: Callable[[str, Any], Child]) -> None:
     """Tokenising millions of conversations takes hours of it, and one process answers all of them."""
     asked = made(BURN, "x")

@@ -36,6 +36,7 @@ print((ask().mapped - before) >> 20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc, or one before 2.33")
 @pytest.mark.parametrize(("how", "mapped"), [("give", 28), ("keep", 0)])
 def test_large_tensors_come_from_memory_that_stays_when_they_are_freed(how: str, mapped: int) -> None:

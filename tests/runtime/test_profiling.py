@@ -110,6 +110,7 @@ def test_the_report_shows_where_a_steps_time_goes(profiled: tuple[Path, list[flo
     assert "| part of a step | ms | share |" in text and "| gradient norm |" in text
 
 
+@pytest.mark.slow
 def test_a_script_marks_every_part_of_its_steps(base_folder: Path) -> None:
     make_corpus(base_folder)
     run_stage("base", num_iterations=NEEDED, profile=True)

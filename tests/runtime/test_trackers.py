@@ -62,6 +62,7 @@ def test_tensorboard_hides_what_an_interrupted_run_wrote_after_its_checkpoint(tm
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_swanlab_without_a_key_keeps_the_run_in_files_of_the_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +79,7 @@ def test_swanlab_without_a_key_keeps_the_run_in_files_of_the_stage(
     assert "swanlab failed" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_wandb_offline_keeps_the_run_in_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

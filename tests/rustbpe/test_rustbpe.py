@@ -168,6 +168,7 @@ def test_a_run_of_half_a_million_letters_encodes() -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.slow
 def test_long_texts_are_encoded_in_parts_with_the_same_tokens() -> None:
     tokenizer = trained(texts_of(seed=1, count=300), 900)
     text = "".join(hostile_texts(seed=3)) * 600

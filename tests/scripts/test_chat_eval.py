@@ -60,6 +60,7 @@ def test_named_tasks_are_added_to_the_section_of_the_same_checkpoint(base_folder
     assert section(base_folder)["chat_core"] is None
 
 
+@pytest.mark.slow
 def test_a_tinyworld_model_is_asked_tinyworlds_measures_by_relation(base_folder):
     tiny_checkpoint("mid")
     scores = chat_eval.chat_eval(Config(max_new_tokens=3, max_problems=12), on_cpu())
@@ -148,6 +149,7 @@ def test_replies_are_written_for_people():
     assert words(parts) == "It is [1+1 = 2]."
 
 
+@pytest.mark.slow
 def test_once_asks_only_what_the_report_lacks(base_folder):
     tiny_checkpoint()
     plain = Config(task_name="calculator", max_new_tokens=3, max_problems=2, once=True)

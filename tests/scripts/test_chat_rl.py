@@ -56,6 +56,7 @@ def figures(name: str) -> list[float]:
     return [line[name] for line in read_metrics(checkpoint_dir("rl", "made")) if name in line]
 
 
+@pytest.mark.slow
 def test_an_adapter_learns_what_a_function_rewards(files: Path) -> None:
     run(files, num_iterations=10, examples_per_step=8, advantage="normalized", learning_rate=2e-2, trees=True)
     rewards = figures("reward")
@@ -67,6 +68,7 @@ def test_an_adapter_learns_what_a_function_rewards(files: Path) -> None:
     assert len(figures("held_out_reward")) == 2
 
 
+@pytest.mark.slow
 def test_peft_reads_the_adapter(files: Path) -> None:
     import peft
 
@@ -81,6 +83,7 @@ def test_peft_reads_the_adapter(files: Path) -> None:
         assert (ours - published(IDX)).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [4, 0])
 def test_a_run_that_was_stopped_ends_with_the_same_bits(files: Path, base: Path, rank: int) -> None:
     def weights() -> bytes:
@@ -97,6 +100,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(files: Path, base: Path,
     assert weights() == straight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tuned_rank", "rank"), [(4, "auto"), (4, 0), (0, "auto"), (0, 0)])
 def test_rl_begins_with_what_was_tuned(files: Path, tuned_rank: int, rank: int | str) -> None:
     flags = {"model": files / "qwen3", "data": (str(files / "chats.jsonl"),), "out_tag": "tuned", "num_iterations": 4,

@@ -30,6 +30,8 @@ from tests.support.ranks import run_ranks
 from tests.support.small_world import STAGES, few_own_words, run_stage, shrink, small_chain, stage_folder, up_to
 from tests.support.tiny_model import on_cpu
 
+pytestmark = pytest.mark.slow  # whole stages
+
 STEPS, EVERY = 6, 3
 SCRIPTS = (*STAGES, "tune")
 TIMES = ("seconds", "cpu_seconds", "tokens_per_second", "mfu", "total_seconds", "memory_gb")

@@ -82,6 +82,7 @@ def losses() -> list[float]:
     return [line["loss"] for line in read_metrics(checkpoint_dir("tune", "made")) if "loss" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "qwen3.5", "llama3", "qwen3-moe"])
 def test_an_adapter_learns_and_leaves_the_base_alone(models: Path, family: str) -> None:
     finetune.train(config(models, family, num_iterations=12, learning_rate=1e-2), on_cpu())
@@ -186,6 +187,7 @@ def test_two_ranks_learn_what_one_learns_however_they_share(
 # --- what is forgotten ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stopped_run_with_the_models_own_words_ends_with_the_same_bits(models: Path, base: Path) -> None:
     flags = {"replay_every": 2, "eval_every": 2}
     finetune.train(config(models, **flags), on_cpu())
@@ -232,6 +234,7 @@ def defaults(models: Path, **given: Any) -> finetune.Config:
     return configured(finetune.Config, model=models / "qwen3", data=data, out_tag="made", compile=False, **given)
 
 
+@pytest.mark.slow
 def test_few_conversations_make_thirty_steps_of_an_epoch(models: Path) -> None:
     finetune.train(defaults(models, num_epochs=1.0), on_cpu())
     assert len(losses()) >= 30
@@ -255,6 +258,7 @@ def as_an_earlier_version_saved_it(folder: Path, step: int, **settings: Any) -> 
     write_meta(step_dir(folder, step), meta)
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_resumes_with_its_rate_its_sizes_and_its_validation(
     models: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -395,6 +399,7 @@ def test_any_seed_that_the_flags_allow_seeds_dropout() -> None:
     device.seed_all(finetune.dropout_seed(2**63 - 1, 10**6, 1000))
 
 
+@pytest.mark.slow
 def test_a_forecast_tells_memory_disk_and_time_and_trains_nothing(models: Path, base: Path, capsys: Any) -> None:
     finetune.train(config(models, forecast=True), on_cpu())
     said = capsys.readouterr().out

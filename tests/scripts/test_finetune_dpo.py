@@ -34,6 +34,7 @@ def lines(tag: str = "made") -> list[dict[str, Any]]:
     return [line for line in read_metrics(checkpoint_dir("tune", tag)) if line["step"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "rank"), [("qwen3", 8), ("qwen3", 0), ("qwen3.5", 8)])
 def test_preferred_answers_become_likelier_than_the_others(models: Path, family: str, rank: int) -> None:
     rate = 1e-2 if rank else 1e-3
@@ -47,6 +48,7 @@ def test_preferred_answers_become_likelier_than_the_others(models: Path, family:
     assert load_model("tune", "made", None, on_cpu()).model is not None
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_ends_with_the_same_bits_and_without_a_reference(
     models: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +78,7 @@ def test_two_ranks_learn_what_one_learns(
             assert two[name] == pytest.approx(one[name], abs=1e-4), name
 
 
+@pytest.mark.slow
 def test_micro_batches_do_not_change_what_is_learned(models: Path) -> None:
     finetune.train(config(models, out_tag="one", device_batch_size=1), on_cpu())
     finetune.train(config(models, out_tag="four", device_batch_size=4), on_cpu())

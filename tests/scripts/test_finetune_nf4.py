@@ -33,6 +33,7 @@ def adapter_file(step: int) -> Path:
     return checkpoint_dir("tune", "made") / f"step_{step:06d}" / "adapter_model.safetensors"
 
 
+@pytest.mark.slow
 def test_an_adapter_learns_on_4_bits_and_a_stopped_run_ends_with_the_same_bits(
     models: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

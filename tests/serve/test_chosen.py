@@ -291,6 +291,7 @@ def test_an_adapter_that_can_only_be_merged_is_not_served_beside_others(
         assert part in str(refused.value)
 
 
+@pytest.mark.slow
 def test_serving_a_model_imports_no_compiler_and_no_library_of_training(folder: Path, base_folder: Path) -> None:
     """sympy alone, which torch's compiler needs, takes 40 MB as long as the server runs."""
     tiny_checkpoint("sft", 10)

@@ -121,6 +121,7 @@ listening.serve(create_app([Loadable(engine, engine.tokenizer, SETTINGS)], SETTI
 """
 
 
+@pytest.mark.slow
 def test_a_server_ends_although_a_thread_of_it_never_does() -> None:
     command = [sys.executable, "-c", STUCK]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:

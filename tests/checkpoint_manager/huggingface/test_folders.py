@@ -134,6 +134,7 @@ def test_weights_in_pickle_are_not_loaded(name: str, tmp_path: Path) -> None:
     assert name in str(refused.value) and "save_pretrained" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_the_command_for_an_adapter_in_pickle_converts_it(tmp_path: Path) -> None:
     folder = tmp_path / "an 'adapter'"
     folder.mkdir()

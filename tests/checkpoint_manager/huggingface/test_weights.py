@@ -203,6 +203,7 @@ def test_a_checkpoint_of_our_own_names_the_family(tmp_path: Path) -> None:
         build({**meta, "model": {**meta["model"], "rope_theta": float("inf")}}, values, on_cpu(), "meta.json")
 
 
+@pytest.mark.slow
 def test_nothing_imports_transformers() -> None:
     modules = "nanochat.checkpoint_manager.huggingface.adapter, nanochat.checkpoint_manager.huggingface.tokenizer"
     code = f"import sys, {modules}; sys.exit(not {{'transformers', 'peft', 'jinja2'}}.isdisjoint(sys.modules))"

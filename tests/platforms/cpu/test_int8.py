@@ -291,6 +291,7 @@ def test_a_model_in_int8_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not compiling.missing(True, on_cpu(), small_gpt(CpuOperations(), torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_every_stage_trains_in_int8_where_it_is_asked_for_and_says_so_once(
     base_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -118,6 +118,7 @@ def test_training_with_graphs_is_training_without(gpu: list[Played]) -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt", "qwen3", "qwen3.5"])
 def test_replies_with_graphs_are_replies_without(gpu: list[Played], family: str) -> None:
     model = tiny_gpt(VOCABULARY, 640) if family == "gpt" else tiny_qwen(family)

@@ -170,6 +170,7 @@ def test_a_reference_to_an_address_that_two_functions_have_is_refused() -> None:
         accepts(forced(shared, {**shared, "$defs": {"A": {"enum": [6]}}}), name="f0", arguments=5)
 
 
+@pytest.mark.slow
 def test_reply_that_must_be_a_call_is_one_and_its_result_can_follow():
     question = {"role": "user", "content": "How is the weather in Paris?"}
     choice = {"type": "function", "function": {"name": "weather"}}
