@@ -16,7 +16,7 @@ from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.checkpoint_manager.tensors import TensorFile
 from nanochat.common import UserError, tr, write_json
 from nanochat.device import DTYPES
-from nanochat.export import llama
+from nanochat.export import llama, llama_rope
 from nanochat.export.gguf_reader import GGUFFile, copy_again
 from nanochat.export.gguf_tokenizer import published_tokenizer
 from nanochat.export.huggingface import converted
@@ -84,7 +84,7 @@ def _shape(source: GGUFFile) -> QwenConfig:
         divisors = source.tensor(llama.ROPE_DIVISORS)
         settings["rope"] = "llama3"
         settings["rope_factor"] = _decimal(divisors.max().item())
-        settings["rope_original"] = value(llama.ROPE_ORIGINAL, LlamaConfig.rope_original)
+        settings["rope_original"] = value(llama_rope.ORIGINAL_KEY, LlamaConfig.rope_original)
     shape = checked_shape(ARCHITECTURES[name], settings, str(source.path))
     if "rope_factor" in settings:
         _check_divisors(source, shape)

@@ -44,7 +44,7 @@ STRING = 8
 ARRAY = 9
 
 Scalar = bool | int | float | str
-Value = Scalar | Sequence[str] | Sequence[bool] | Sequence[int]
+Value = Scalar | Sequence[str] | Sequence[bool] | Sequence[int] | Sequence[float]
 
 
 @dataclass(frozen=True)

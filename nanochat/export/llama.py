@@ -11,7 +11,7 @@ from torch import Tensor
 from nanochat import device
 from nanochat.checkpoint_manager.load import Loaded
 from nanochat.common import UserError, log, tr
-from nanochat.export import q8_0
+from nanochat.export import llama_rope, q8_0
 from nanochat.export.gguf import PlannedTensor, Value, write
 from nanochat.export.huggingface import converted
 from nanochat.export.llama_vocabulary import vocabulary
@@ -53,7 +53,6 @@ LAYER_NAMES = {
 # The same for parameters that have no module of their own.
 PARAMETER_NAMES = {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"}
 ROPE_DIVISORS = "rope_freqs.weight"  # a tensor of Llama 3 that is not a parameter
-ROPE_ORIGINAL = "rope.scaling.original_context_length"
 
 
 def architecture(config: QwenConfig) -> str:
@@ -91,12 +90,12 @@ def architecture(config: QwenConfig) -> str:
 
 def _check_options(config: QwenConfig) -> None:
     """Raise UserError (exit code 2) if a model has options that this export does not write."""
-    is_llama = isinstance(config, LlamaConfig)
-    ropes = ("default", "llama3") if is_llama else ("default",)
     options = {
         tr("sliding windows"): min(config.windows) < config.sequence_len - 1,
         tr("layers without positions"): not config.kinds.isupper(),
-        tr("rotary embeddings of type {rope}", rope=config.rope): config.rope not in ropes,
+        tr("rotary embeddings of type {rope}", rope=config.rope): not llama_rope.is_supported(
+            config
+        ),
         tr("biases in every matrix of attention"): config.o_bias,
         tr("biases in its MLPs"): config.mlp_bias,
     }
@@ -125,12 +124,9 @@ def _shape(config: QwenConfig) -> dict[str, Value]:
         "attention.key_length": c.head_dim,
         "attention.value_length": c.head_dim,
         "attention.layer_norm_rms_epsilon": c.norm_eps,
-        "rope.freq_base": c.rope_theta,
-        "rope.dimension_count": c.rotated,
         "vocab_size": c.vocab_size,
+        **llama_rope.metadata(c),
     }
-    if config.rope == "llama3":
-        values[ROPE_ORIGINAL] = config.rope_original
     name = architecture(config)
     if name == "qwen35":
         # Pairs of channels go in turn to time, height and width, which are equal in text.
@@ -239,7 +235,7 @@ def tensors(model: Qwen, format: str) -> Iterator[PlannedTensor]:
         convert = partial(_convert, name, parameter, model.config, stored_as)
         yield PlannedTensor(tensor_name(name, model.config), shape, stored_as, convert)
     divisors = rotary_divisors(model.config, model.device)
-    if divisors is not None:
+    if divisors is not None and model.config.rope == "llama3":
         yield PlannedTensor(ROPE_DIVISORS, tuple(divisors.shape), "float32", lambda: divisors)
 
 

@@ -6,9 +6,11 @@ Tokenizers that split text in a way that llama.cpp does not support are refused.
 from collections.abc import Mapping
 from typing import Any
 
+from nanochat.checkpoint_manager.huggingface.spm import is_sentence_pieces
 from nanochat.checkpoint_manager.huggingface.template import CHATML
 from nanochat.checkpoint_manager.huggingface.tokenizer import FILE_NAME, FolderTokenizer
-from nanochat.common import UserError, log, read_json, tr
+from nanochat.common import log, read_json, tr
+from nanochat.export import llama_pieces
 from nanochat.export.gguf import Value
 from nanochat.export.huggingface import CHAT_TEMPLATE, tokenizer_json
 from nanochat.export.llama_splits import APPROXIMATE, QWEN2, SPLITS, Split, steps_of
@@ -42,15 +44,7 @@ def _split_name(content: Mapping[str, Any], advice: str) -> str:
 
     def refuse_if(is_unsupported: bool, why: str) -> None:
         if is_unsupported:
-            raise UserError(
-                tr(
-                    "llama.cpp would split texts into other tokens than this model was "
-                    "trained on: {why}. {advice}",
-                    why=why,
-                    advice=advice,
-                ),
-                exit_code=2,
-            )
+            raise llama_pieces.refusal(why, advice)
 
     model = content["model"]
     kind = model.get("type", "BPE")
@@ -91,10 +85,11 @@ def _split_name(content: Mapping[str, Any], advice: str) -> str:
     return name
 
 
-def _tokens(content: Mapping[str, Any], row_count: int) -> dict[str, Value]:
-    """Return GGUF metadata: the spelling and the kind of each token, and the merges.
+def _tokens(content: Mapping[str, Any], row_count: int, advice: str) -> dict[str, Value]:
+    """Return GGUF metadata: the spelling and the kind of each token, and how texts become tokens.
 
-    The embedding has `row_count` rows, and those without a token are marked as unused.
+    The embedding has `row_count` rows, and those without a token are marked as unused. Raises
+    UserError (exit code 2), with `advice`, if llama.cpp cannot split text as the tokenizer does.
     """
     spellings = [f"[PAD{token_id}]" for token_id in range(row_count)]
     kinds = [UNUSED] * row_count
@@ -109,6 +104,10 @@ def _tokens(content: Mapping[str, Any], row_count: int) -> dict[str, Value]:
         "tokenizer.ggml.tokens": spellings,
         "tokenizer.ggml.token_type": kinds,
     }
+    if is_sentence_pieces(content):
+        return values | llama_pieces.pieces(content, kinds, advice)
+    values["tokenizer.ggml.model"] = "gpt2"  # byte-level BPE
+    values["tokenizer.ggml.pre"] = _split_name(content, advice)
     pairs = content["model"]["merges"]
     if pairs:
         merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in pairs]
@@ -149,9 +148,7 @@ def vocabulary(tokenizer: Tokenizer | FolderTokenizer) -> dict[str, Value]:
     if bos is not None:
         mark_ids["tokenizer.ggml.bos_token_id"] = bos
     return {
-        "tokenizer.ggml.model": "gpt2",  # byte-level BPE
-        "tokenizer.ggml.pre": _split_name(content, advice),
-        **_tokens(content, tokenizer.vocab_size),
+        **_tokens(content, tokenizer.vocab_size, advice),
         **mark_ids,
         "tokenizer.ggml.add_bos_token": tokenizer.adds_bos,
         "tokenizer.ggml.add_eos_token": False,

@@ -1,5 +1,6 @@
 """Models as GGUF files: formats, merged adapters, and what is refused. test_llama_cpp.py runs files in llama.cpp."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -16,7 +17,7 @@ from nanochat.models.qwen.model import Qwen
 from nanochat.tokenizer import Tokenizer
 from tests.export.gguf_reader import Reader
 from tests.export.test_llama_vocabulary import folder_with
-from tests.support.qwens import tiny_qwen
+from tests.support.qwens import CONFIGS, OPTIONS, tiny_qwen
 from tests.support.tiny_model import TEXT, on_cpu, tiny_checkpoint
 
 WORDS = " ".join(
@@ -58,6 +59,10 @@ def test_rows_that_are_no_blocks_stay_in_fp16(tmp_path: Path) -> None:
 def test_what_llama_cpp_cannot_compute_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="12 and 16"):
         exported(tiny_qwen("qwen3.5"), tmp_path)
+    with pytest.raises(UserError, match="of type llama3"):
+        llama.architecture(replace(CONFIGS["qwen3"], rope="llama3"))
+    with pytest.raises(UserError, match="of type yarn"):
+        llama.architecture(replace(OPTIONS["qwen3 yarn"], rope_high=16.0))
     tiny_checkpoint("sft")
     with pytest.raises(UserError, match=r"not that of nanochat's GPT.*--family qwen3") as failure:
         main(Config(tmp_path / "x.gguf", format="gguf"))

@@ -6,7 +6,7 @@ xllamacpp brings llama-server as a wheel, in the process of the tests.
 import dataclasses
 import unicodedata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gguf
 import httpx
@@ -28,8 +28,9 @@ from nanochat.models.qwen.layers import Vocabulary
 from nanochat.models.qwen.model import Qwen
 from nanochat.tokenizer import Tokenizer
 from tests.export.test_llama_vocabulary import folder_with
-from tests.support.qwens import CONFIGS, tiny_qwen
+from tests.support.qwens import CONFIGS, OPTIONS, tiny_qwen
 from tests.support.rustbpe_texts import hostile_texts
+from tests.support.sentence_pieces import ROWS, write_tokenizer
 from tests.support.tiny_model import TEXT
 
 WORDS = " ".join(["one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"] * 3)
@@ -39,6 +40,10 @@ MODELS = {
     "qwen3": CONFIGS["qwen3"],
     "llama3": CONFIGS["llama3"],
     "qwen3.5": dataclasses.replace(CONFIGS["qwen3.5"], delta_key_dim=16),
+    "llama linear": OPTIONS["llama linear"],
+    "llama dynamic": OPTIONS["llama dynamic"],
+    "llama yarn": OPTIONS["llama yarn"],
+    "qwen3 yarn": OPTIONS["qwen3 yarn"],
 }
 TEXTS = ["", "the cat 猫", "I'll don't SHE'S", "  12345 67,890.5\r\n\r\n x", "ﬁ ½ Ⅷ\t\n",
          "naïve café ☕️ \U0001f469\u200d\U0001f467",
@@ -96,7 +101,8 @@ def random_model(family: str) -> Qwen:
                 elif not name.endswith("conv1d.weight"):
                     parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
         return model.eval()
-    return tiny_qwen(family)
+    # With the first seed, a greedy reply of this model has a mark in it that the engine never draws.
+    return tiny_qwen(family, seed=2 if family == "llama linear" else 1)
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -181,3 +187,24 @@ def test_a_published_tokenizer_gives_our_tokens(tmp_path: Path) -> None:
         same_tokens(theirs, tokenizer, unicodedata.normalize("NFC", text))  # llama.cpp never normalises
     prompt = "<|im_start|>user\nthe cat? 12<|im_end|>\n<|im_start|>assistant\n"
     assert theirs.tokens(prompt, bos=True, special=True) == tokenizer.render_prompt(chat("the cat? 12"))
+
+
+@pytest.mark.parametrize(("layout", "template"), [("llama2", "llama2"), ("mistral3", "mistral3")])
+def test_a_vocabulary_of_sentencepiece_gives_our_tokens(layout: str, template: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    tokenizer = FolderTokenizer(write_tokenizer(tmp_path / "model", layout, template), ROWS)
+    model = tiny_qwen("llama2", rows=ROWS)
+    llama.export(Loaded(model, cast(Any, tokenizer), {}, "tune", "a", 1), tmp_path / "x.gguf", "float32")
+    theirs = LlamaServer(tmp_path / "x.gguf")
+    for text in [*TEXTS, "  two   three    spaces ", "def f(x):\n    return x", *hostile_texts(1)]:
+        if layout == "llama2":  # the other layout puts a space in front of some texts only
+            tokens = [tokenizer.bos, *tokenizer.encode(text[:2000])]
+            assert theirs.tokens(text[:2000], bos=True, special=False) == tokens, repr(text[:200])
+        prompt = tokenizer.render_prompt(chat(text[:2000]))
+        messages = [{"role": "user", "content": text[:2000]}]
+        rendered = theirs.ask("/apply-template", messages=messages)["prompt"]
+        assert theirs.tokens(rendered, bos=True, special=True) == prompt, repr(text[:200])
+    log_probabilities = theirs.log_probabilities(prompt[:100], ROWS)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt[:100]]))[0, -1]
+    assert (log_probabilities - logits.log_softmax(-1)).abs().max() <= 1e-4 * logits.abs().max()

@@ -12,6 +12,7 @@ from nanochat.export.llama_splits import QWEN2, SPLITS, pre_tokenizer
 from nanochat.export.llama_vocabulary import vocabulary
 from nanochat.tokenizer import Tokenizer
 from tests.support.qwens import write_folder
+from tests.support.sentence_pieces import ROWS, tokenizer_json, write_tokenizer
 from tests.support.tiny_model import TEXT
 
 PREFIXES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
@@ -86,3 +87,41 @@ def test_what_llama_cpp_would_do_otherwise_is_refused(changes: dict[str, Any], w
 def test_our_other_patterns_are_refused(pattern: str) -> None:
     with pytest.raises(UserError, match=rf"no split by {pattern}.*--pattern qwen2"):
         vocabulary(Tokenizer.train([TEXT] * 4, 290, pattern))
+
+
+JOINED_BY_WORD = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
+
+
+def pieces_with(folder: Path, **changes: Any) -> FolderTokenizer:
+    """A vocabulary of SentencePiece; `changes` are made in its tokenizer.json."""
+    write_tokenizer(folder, "llama2")
+    content = tokenizer_json("llama2")
+    content["model"]["merges"] = changes.pop("merges", content["model"]["merges"])
+    (folder / "tokenizer.json").write_text(json.dumps({**content, **changes}))
+    return FolderTokenizer(folder, ROWS)
+
+
+def test_a_vocabulary_of_sentencepiece_has_scores_in_the_order_of_its_merges(tmp_path: Path) -> None:
+    made = vocabulary(pieces_with(tmp_path))
+    kinds, scores = made["tokenizer.ggml.token_type"], made["tokenizer.ggml.scores"]
+    assert isinstance(kinds, list) and isinstance(scores, list)
+    assert kinds[:4] == [2, 3, 3, 6] and kinds[259:261] == [1, 1] and kinds[-1] == 5
+    assert scores[258:262] == [0.0, -1.0, -2.0, -3.0]
+    assert made["tokenizer.ggml.add_space_prefix"] is True and made["tokenizer.ggml.add_bos_token"] is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"merges": tokenizer_json("llama2")["model"]["merges"][1:]}, "never joins"),
+        ({"merges": sorted(tokenizer_json("llama2")["model"]["merges"])}, "not next to each other"),
+        ({"normalizer": {"type": "NFKC"}}, "NFKC"),
+        ({"normalizer": None, "pre_tokenizer": JOINED_BY_WORD}, "Metaspace"),
+    ],
+)
+def test_pieces_that_llama_cpp_would_join_otherwise_are_refused(
+    changes: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=why) as failure:
+        vocabulary(pieces_with(tmp_path, **changes))
+    assert failure.value.exit_code == 2

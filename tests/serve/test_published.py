@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
@@ -15,6 +16,7 @@ from nanochat.serve.models import Models
 from nanochat.serve.routes.chat import read_chat
 from scripts.chat_web import Config, models_of
 from tests.support.qwens import VOCABULARY, write_folder
+from tests.support.sentence_pieces import ROWS, write_model
 from tests.support.served import Served, serving
 from tests.support.tiny_model import on_cpu
 
@@ -56,6 +58,47 @@ def test_a_chat_that_the_template_refuses_is_the_mistake_of_the_client(tmp_path:
         for path in ("/v1/chat/completions", "/tokenize"):
             assert served.refused(path, **body)["param"] == "messages"
         assert served.refused("/v1/responses", input="the cat")["param"] == "input"
+
+
+SENTENCE_PIECES = [("llama2", "llama2"), ("mistral3", "mistral3")]
+
+
+def lines_of(served: Served, **body: Any) -> str:
+    """The text of a streamed chat."""
+    with served.client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+@pytest.mark.parametrize(("layout", "template"), SENTENCE_PIECES)
+def test_a_model_with_sentencepiece_replies_as_in_transformers(layout: str, template: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    folder = write_model(tmp_path, layout, template)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    their_tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    # A random model writes bytes that are no characters, for each of which transformers decodes a mark of its own.
+    byte_tokens = [token for name, token in their_tokenizer.get_vocab().items() if name.startswith("<0x")]
+    settings = {"temperature": 0, "max_tokens": 16, "logit_bias": dict.fromkeys(map(str, byte_tokens), -100)}
+
+    def greedy(prompt: list[int], count: int) -> str:
+        tokens = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=count, do_sample=False, suppress_tokens=byte_tokens
+        )[0]
+        return their_tokenizer.decode(tokens[len(prompt) :], skip_special_tokens=True)
+
+    with serving(loaded=(load_qwen(folder, on_cpu()), FolderTokenizer(folder, ROWS))) as served:
+        for text in ("hello  world", "猫 what is it?", "x\n"):
+            messages = [{"role": "user", "content": text}]
+            body = {"messages": messages, **settings}
+            prompt = their_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            expected = greedy(prompt["input_ids"], 16)
+            assert served.ok("/v1/chat/completions", **body)["choices"][0]["message"]["content"] == expected
+            assert lines_of(served, **body) == expected
+            prompt = their_tokenizer(text)["input_ids"]
+            continued = served.ok("/v1/completions", prompt=text, **settings)
+            assert continued["choices"][0]["text"].lstrip(" ") == greedy(prompt, 16).lstrip(" ")
 
 
 PUBLISHED = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
