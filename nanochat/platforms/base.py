@@ -116,6 +116,9 @@ class Platform:
     replays_replies = False
     # Whether reinforcement learning trains on trees of replies by default.
     prefers_trees = False
+    # Whether the layers of a published model, which are alike, are compiled as one code for all.
+    # That takes a quarter of the time, but a step takes a little more time and memory.
+    compiles_layers = False
     shards_sparse_tables = True  # whether FSDP2 also shards tables whose rows are seldom used
     long_run_seconds = math.inf  # a run that takes longer gets a warning
 

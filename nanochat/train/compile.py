@@ -53,7 +53,7 @@ class Costs:
         """Read the records of earlier compilations.
 
         `key` identifies what is compiled, and `parts` is the number of layers to compile. If layers
-        are compiled one by one, those with the same shapes count only once.
+        are compiled by themselves, those with the same shapes count only once.
         """
         self.key = key
         self.parts = parts
@@ -109,10 +109,11 @@ def _costs(
     own_products = any(
         isinstance(module, Linear) and module.multiply is not None for module in model.modules()
     )
-    facts = (sizes, shape, str(compute.dtype), own_products, compute.world_size > 1)
+    by_layers = _by_layers(model, compute)
+    facts = (sizes, shape, str(compute.dtype), own_products, by_layers)
     host = (device.describe(compute), torch.get_num_threads(), torch.__version__)
     key = hashlib.sha256(repr((*host, *facts)).encode() + b"".join(code)).hexdigest()[:16]
-    if compute.world_size == 1:
+    if not by_layers:
         return Costs(key, len(blocks))
     kinds = {tuple(tuple(p.shape) for p in block.parameters()) for block in blocks}
     return Costs(key, len(kinds))
@@ -226,7 +227,8 @@ def compiled(
     A compiled model runs its first pass of `shape` (B, T) here, so that a compiler fails before any
     state is changed. `one_pass` must call the model just as training will, since other arguments
     would compile to another graph; by default it sums the losses of a (B, T) batch. With several
-    ranks, each of `blocks` is compiled by itself.
+    ranks, and in a published model on platforms that compile layers, each of `blocks` is compiled
+    by itself.
 
     If the compiler fails, a warning is logged and the model stays uncompiled; its error is raised
     only if `requested` is True. Raises UserError if a pass runs out of memory, or if `requested` is
@@ -285,6 +287,10 @@ def _compile(
             for block in blocks:
                 block.compile(dynamic=False)
             fast: Any = model
+        elif _by_layers(model, compute):
+            for block in blocks:
+                _compile_with_gradients(block)
+            fast = model
         else:
             fast = torch.compile(model, dynamic=False)
         with compute.platform.saving_memory(shape[0] * shape[1]):
@@ -316,6 +322,31 @@ def _compile(
     model.zero_grad()
     compute.platform.finish_compiling()
     return fast
+
+
+def _by_layers(model: nn.Module, compute: Compute) -> bool:
+    """Return whether layers are compiled by themselves instead of the whole model.
+
+    Ranks must, because a sharded model gathers parameters before each layer. The layers of a GPT
+    differ, so only those of a published model can share one code; Platform.compiles_layers says
+    where that is worth it.
+    """
+    alike = not isinstance(model, GPT)
+    return compute.world_size > 1 or (alike and compute.platform.compiles_layers)
+
+
+def _compile_with_gradients(block: nn.Module) -> None:
+    """Compile a layer for passes with gradients; others, as in validation, stay uncompiled.
+
+    These have other shapes, and each would be compiled anew.
+    """
+    fast = torch.compile(block._call_impl, dynamic=False)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        chosen = fast if torch.is_grad_enabled() else block._call_impl
+        return chosen(*args, **kwargs)
+
+    block._compiled_call_impl = call
 
 
 def is_compiled(fast: nn.Module, blocks: Sequence[nn.Module]) -> bool:

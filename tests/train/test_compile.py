@@ -131,8 +131,30 @@ def test_a_gpt_whose_kernels_are_as_fast_is_compiled_only_if_asked_for_or_as_bef
         patch.setattr(parallel, "least", lambda value, compute: 0)  # another rank has no such kernels
         assert compiling._unneeded(tiny(), CPU) == ""
     qwen: Any = tiny_qwen("qwen3")
-    ready = compiling.compiled(qwen, None, (1, 16), CPU, qwen.compile_groups(), many)
-    assert ready is not qwen, "the kernels serve the GPT alone"
+    layers = qwen.compile_groups()
+    ready = compiling.compiled(qwen, None, (1, 16), CPU, layers, many)
+    assert compiling.is_compiled(ready, layers), "the kernels serve the GPT alone"
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_layers_of_a_published_model_share_one_code_that_serves_passes_with_gradients_alone() -> None:
+    """Eager and compiled passes have the same losses and gradients; a validation compiles nothing."""
+    counters = torch._dynamo.utils.counters["stats"]
+    idx = torch.arange(34).view(2, 17)
+    losses: list[Any] = []
+    for compiles in (False, True):
+        qwen: Any = tiny_qwen("qwen3")
+        before = counters["unique_graphs"]
+        fast = compiling.compiled(qwen, True, (2, 16), CPU, qwen.compile_groups()) if compiles else qwen
+        graphs = counters["unique_graphs"] - before
+        loss = fast(idx[:, :-1], idx[:, 1:])
+        loss.backward()
+        losses.append((loss, qwen.blocks[0].self_attn.q_proj.weight.grad))
+        with torch.no_grad():
+            fast(idx[:, :5])
+        assert counters["unique_graphs"] - before == graphs
+    assert graphs == 1
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("cache")

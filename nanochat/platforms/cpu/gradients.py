@@ -15,7 +15,7 @@ from torch import Tensor
 from nanochat.loss import ChunkLoss
 from nanochat.platforms.cpu.kernels import EPSILON, Kernels
 from nanochat.platforms.cpu.products import Matrix, Matrix8
-from nanochat.platforms.cpu.training import Training, side_by_side
+from nanochat.platforms.cpu.training import ProductsInt8, Training, side_by_side
 
 Gradients = tuple[Tensor | None, ...]
 # Overwrites logits with the gradient of their losses' sum, and returns the losses (n,). The
@@ -29,12 +29,12 @@ class Trained:
 
     kernels: Kernels
     training: Training
-    int8: bool = False  # whether matrices multiply bf16 activations in 8-bit integers
+    int8: ProductsInt8 | None = None  # if given, matrices multiply bf16 activations in 8 bits
 
     def matrix(self, masters: Sequence[Tensor], x: Tensor) -> Matrix:
         """Return `masters`, stacked as one matrix for activations in x's format."""
-        if self.int8:
-            return Matrix8(self.training, masters)
+        if self.int8 is not None:
+            return Matrix8(self.int8, masters)
         return Matrix(self.kernels, masters, x.dtype)
 
 

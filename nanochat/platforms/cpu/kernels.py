@@ -1,7 +1,7 @@
-"""Compiles kernels.cpp and training.cpp on this machine, and calls kernels.cpp on tensors.
+"""Compiles the C++ sources on this machine, and calls kernels.cpp on tensors.
 
 torch's compiler is not used, because its code would check its inputs in every call, and would have
-to be compiled for every model. A C++ source takes a second or two to compile, the library serves
+to be compiled for every model. A C++ source takes some ten seconds to compile, the library serves
 every model, and later processes load it again. Shapes: B batch, T time, H heads, D head dimension,
 C channels.
 """
@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 
 from nanochat.common import atomic_path, log, tr, warn
+from nanochat.data.library_words import in_words
 from nanochat.platforms import host
 from nanochat.platforms.host import compiler
 
 CPP = Path(__file__).with_name("cpp")
 SOURCE = CPP / "kernels.cpp"
 TRAINING = CPP / "training.cpp"
-# The headers that the two sources include.
+INT8 = CPP / "int8.cpp"
+# The headers that the sources include.
 HEADERS = (
     "common.h",
     "lanes.h",
@@ -60,7 +62,8 @@ MANY_CHANNELS = {torch.bfloat16: BLOCK, torch.float32: 32}
 MANY_QUERIES = 9  # queries in a row from which attend_many() is used; fewer are computed one by one
 PANEL = 16  # the same in panels.h
 PANELS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}  # formats of weights
-SECONDS = 300  # time limit for compiling, which takes a few seconds on an idle host
+USUAL_SECONDS = 10  # what compiling a source takes on an idle host
+SECONDS = 300  # time limit for compiling, which a busy host may need
 # The number of pointers, sizes and fp32 numbers that each function takes, in this order. The first
 # size is the number of threads that the function may use.
 FUNCTIONS = {
@@ -99,6 +102,13 @@ def compiled(
     library = folder / f"{source.stem}-{digest}.so"
     if _is_ours(library):
         return library
+    log(
+        tr(
+            "compiling C++ kernels for this processor ({source}), once, some {seconds} s ...",
+            source=source.name,
+            seconds=USUAL_SECONDS,
+        )
+    )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with atomic_path(library) as fresh:
         words = [command, *flags, f"-I{CPP}", str(source), "-o", str(fresh)]
@@ -159,12 +169,26 @@ def library_of(folder: Path, source: Path) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(compiled(folder, command, source)))
     except (OSError, subprocess.SubprocessError) as failure:
-        output = getattr(failure, "stderr", None)
-        if not output or isinstance(failure, subprocess.TimeoutExpired):
-            output = str(failure)
-        first_line = output.strip().partition("\n")[0]
-        warn(tr("small operators stay torch's own, which are slower: {why}", why=first_line))
+        warn(
+            tr(
+                "small operators stay torch's own, which are slower: {why}. The next run tries again.",
+                why=_reason(failure),
+            )
+        )
         return None
+
+
+def _reason(failure: OSError | subprocess.SubprocessError) -> str:
+    """Return why a library could not be compiled or loaded, as a part of a sentence."""
+    if isinstance(failure, subprocess.TimeoutExpired):
+        return tr(
+            "compiling the C++ kernels took more than {seconds} s, so this host is very busy",
+            seconds=SECONDS,
+        )
+    if isinstance(failure, subprocess.CalledProcessError):
+        said = (failure.stderr or "").strip().partition("\n")[0]
+        return tr("the C++ compiler failed: {said}", said=said or failure.returncode)
+    return in_words(failure)
 
 
 # --- calling -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from nanochat.platforms.cpu.gradients import Product8, Trained
 from nanochat.platforms.cpu.kernels import EPSILON, MANY_QUERIES, SUFFIXES, Kernels, kernels
 from nanochat.platforms.cpu.panels import MEASURED, Panels, serve_here
 from nanochat.platforms.cpu.stored import Packed, store, store_int8
-from nanochat.platforms.cpu.training import training
+from nanochat.platforms.cpu.training import products_int8, training
 from nanochat.platforms.operations import Matrices, Operations, multiplied
 
 # In decoding, two products are faster than torch's operator if rows times keys are at least the
@@ -114,7 +114,8 @@ class CpuOperations(Operations):
         """Return the kernels for training, set to multiply in 8 bits, or None if there are none."""
         if self._trained is None:
             return None
-        return replace(self._trained, int8=True)
+        products = products_int8(host.use_compile_cache(base_dir()))
+        return None if products is None else replace(self._trained, int8=products)
 
     def _fast(self, *tensors: Tensor) -> Kernels | None:
         """Return the kernels for inference, or None if they cannot be used with these tensors.

@@ -15,6 +15,8 @@ from nanochat.platforms.plain import Host
 class Cpu(Host):
     """The host's processor, with kernels that a C++ compiler builds."""
 
+    compiles_layers = True
+
     def operations(self, choice: KernelChoice) -> Operations:
         """Return CpuOperations, without C++ kernels or stacked matrices if `choice` is plain.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nanochat.platforms.cpu.kernels import Kernels
-from nanochat.platforms.cpu.training import Training
+from nanochat.platforms.cpu.training import ProductsInt8
 
 OUTPUTS = 32  # as in int8.h; the outputs and inputs of a Matrix8 must be multiples of this
 
@@ -67,10 +67,10 @@ class Matrix8(Matrix):
 
     def __init__(
         self,
-        training: Training,
+        products: ProductsInt8,
         masters: Sequence[Tensor],  # (outputs, inputs) each
     ):
-        self.training = training
+        self._products = products
         # With several ranks, masters are gathered as bf16, and --shard=full frees them before the
         # gradient is computed.
         if len(masters) == 1 and masters[0].dtype == torch.float32:
@@ -81,23 +81,23 @@ class Matrix8(Matrix):
 
     @functools.cached_property
     def _packed(self) -> tuple[Tensor, Tensor]:
-        return self.training.pack_int8(self.weight.float(), back=False)
+        return self._products.pack_int8(self.weight.float(), back=False)
 
     def times(self, x: Tensor) -> Tensor:
         """Return the outputs for activations x, computed in 8 bits."""
         packed, factors = self._packed
-        return self.training.product_int8(x, packed, factors)
+        return self._products.product_int8(x, packed, factors)
 
     def squared_relu(self, x: Tensor) -> Tensor:
         """Return the squared ReLU of the outputs for activations x, computed in 8 bits."""
         packed, factors = self._packed
-        return self.training.product_int8(x, packed, factors, squared=True)
+        return self._products.product_int8(x, packed, factors, squared=True)
 
     def back(self, g: Tensor) -> Tensor:
         """Return the gradient of x, given the gradient of the outputs, computed in 8 bits."""
-        packed, factors = self.training.pack_int8(self.weight.float(), back=True)
-        return self.training.product_int8(g, packed, factors)
+        packed, factors = self._products.pack_int8(self.weight.float(), back=True)
+        return self._products.product_int8(g, packed, factors)
 
     def slope(self, g: Tensor, x: Tensor) -> Tensor:
         """Return the gradient of the matrices, computed in 8 bits."""
-        return self.training.gradient_int8(g, x)
+        return self._products.gradient_int8(g, x)

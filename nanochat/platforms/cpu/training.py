@@ -1,4 +1,4 @@
-"""Calls the library compiled from training.cpp: operators for training, and their gradients.
+"""Calls the libraries compiled from training.cpp and int8.cpp: operators for training.
 
 gradients.py registers these functions with torch's autograd. Sums of many numbers are fp32. Shapes:
 B batch, T time, C channels, H heads, D head dimension, N tokens.
@@ -6,7 +6,7 @@ B batch, T time, C channels, H heads, D head dimension, N tokens.
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanochat.platforms.cpu.kernels import (
     BLOCK,
+    INT8,
     SUFFIXES,
     TRAINING,
     address,
@@ -35,6 +36,8 @@ FUNCTIONS = {
     "gate_back": (8, 7, 0),
     "shift": (2, 6, 0),
     "square_sum": (2, 2, 0),
+}
+PRODUCTS = {
     "pack_int8": (3, 4, 0),
     "product_int8": (4, 5, 0),
     "gradient_int8": (3, 4, 0),
@@ -84,19 +87,30 @@ def training(folder: Path) -> "Training | None":
     Returns None and logs the reason if they cannot be compiled or loaded.
     """
     library = library_of(folder, TRAINING)
-    return None if library is None else Training(library)
+    return None if library is None else Training(library, FUNCTIONS | ATTENTION)
 
 
-class Training:
-    """Calls the functions of a library that was compiled from training.cpp.
+@functools.cache
+def products_int8(folder: Path) -> "ProductsInt8 | None":
+    """Return the 8-bit products, compiling them into `folder` if they are missing.
+
+    Returns None and logs the reason if they cannot be compiled or loaded.
+    """
+    library = library_of(folder, INT8)
+    return None if library is None else ProductsInt8(library, PRODUCTS)
+
+
+class Functions:
+    """Calls the functions of a library.
 
     All tensors of a call are on the host and have one format, fp32 or bf16, unless stated
     otherwise.
     """
 
-    def __init__(self, library: ctypes.CDLL):
+    def __init__(self, library: ctypes.CDLL, signatures: Mapping[str, tuple[int, int, int]]):
+        """`signatures` has the number of pointers, sizes and fp32 numbers of each function."""
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
-        for name, (pointers, sizes, numbers) in (FUNCTIONS | ATTENTION).items():
+        for name, (pointers, sizes, numbers) in signatures.items():
             arguments = argument_types(pointers, sizes, numbers)
             for dtype, suffix in SUFFIXES.items():
                 function = getattr(library, f"{name}_{suffix}", None)
@@ -118,6 +132,10 @@ class Training:
         pointers = [address(tensor) for tensor in tensors]
         threads = torch.get_num_threads()
         function(*pointers, threads, *sizes, *numbers)
+
+
+class Training(Functions):
+    """Calls the functions of a library that was compiled from training.cpp."""
 
     # --- a layer ---------------------------------------------------------------------------------
 
@@ -298,54 +316,6 @@ class Training:
             self._call("square_sum", x.dtype, (x, total), (x.numel(),))
         return sums
 
-    # --- 8-bit products --------------------------------------------------------------------------
-
-    def pack_int8(
-        self,
-        weight: Tensor,  # (outputs, inputs) fp32, contiguous
-        back: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Return a matrix as 8-bit integers for product_int8(), and a factor for each output.
-
-        With `back`, the matrix is transposed, so it has as many outputs as `weight` has inputs.
-        """
-        outputs, inputs = weight.shape
-        if back:
-            outputs, inputs = inputs, outputs
-        packed = weight.new_empty(inputs, outputs, dtype=torch.uint8)
-        factors = weight.new_empty(outputs)
-        tensors = (weight, packed, factors)
-        self._call("pack_int8", weight.dtype, tensors, (outputs, inputs, int(back)))
-        return packed, factors
-
-    def product_int8(
-        self,
-        x: Tensor,  # (N, inputs) bf16
-        packed: Tensor,  # from pack_int8()
-        factors: Tensor,  # from pack_int8()
-        squared: bool = False,
-    ) -> Tensor:  # (N, outputs)
-        """Return the product of x and a packed matrix, or with `squared`, its squared ReLU."""
-        x = x.contiguous()
-        inputs, outputs = packed.shape
-        N = len(x)
-        y = x.new_empty(N, outputs)
-        sizes = (N, outputs, inputs, int(squared))
-        self._call("product_int8", x.dtype, (x, packed, factors, y), sizes)
-        return y
-
-    def gradient_int8(
-        self,
-        g: Tensor,  # (N, outputs) bf16, outputs a multiple of 32
-        x: Tensor,  # (N, inputs) bf16, inputs a multiple of 32
-    ) -> Tensor:  # (outputs, inputs) fp32
-        """Return the gradient of a matrix, g transposed times x, computed in 8 bits."""
-        g = g.contiguous()
-        x = x.contiguous()
-        w_grad = torch.empty(g.size(1), x.size(1))
-        self._call("gradient_int8", x.dtype, (g, x, w_grad), (len(x), *w_grad.shape))
-        return w_grad
-
     # --- attention -------------------------------------------------------------------------------
 
     def takes(self, q: Tensor) -> bool:  # (B, T, H, D)
@@ -392,6 +362,56 @@ class Training:
         strides = _strides(q, k, v, y, y_grad, *input_grads)
         tensors = (q, k, v, y, y_grad, log_sums, *input_grads, strides)
         self._call("attention_back", q.dtype, tensors, sizes, (scale,))
+
+
+class ProductsInt8(Functions):
+    """Calls the functions of a library that was compiled from int8.cpp."""
+
+    def pack_int8(
+        self,
+        weight: Tensor,  # (outputs, inputs) fp32, contiguous
+        back: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return a matrix as 8-bit integers for product_int8(), and a factor for each output.
+
+        With `back`, the matrix is transposed, so it has as many outputs as `weight` has inputs.
+        """
+        outputs, inputs = weight.shape
+        if back:
+            outputs, inputs = inputs, outputs
+        packed = weight.new_empty(inputs, outputs, dtype=torch.uint8)
+        factors = weight.new_empty(outputs)
+        tensors = (weight, packed, factors)
+        self._call("pack_int8", weight.dtype, tensors, (outputs, inputs, int(back)))
+        return packed, factors
+
+    def product_int8(
+        self,
+        x: Tensor,  # (N, inputs) bf16
+        packed: Tensor,  # from pack_int8()
+        factors: Tensor,  # from pack_int8()
+        squared: bool = False,
+    ) -> Tensor:  # (N, outputs)
+        """Return the product of x and a packed matrix, or with `squared`, its squared ReLU."""
+        x = x.contiguous()
+        inputs, outputs = packed.shape
+        N = len(x)
+        y = x.new_empty(N, outputs)
+        sizes = (N, outputs, inputs, int(squared))
+        self._call("product_int8", x.dtype, (x, packed, factors, y), sizes)
+        return y
+
+    def gradient_int8(
+        self,
+        g: Tensor,  # (N, outputs) bf16, outputs a multiple of 32
+        x: Tensor,  # (N, inputs) bf16, inputs a multiple of 32
+    ) -> Tensor:  # (outputs, inputs) fp32
+        """Return the gradient of a matrix, g transposed times x, computed in 8 bits."""
+        g = g.contiguous()
+        x = x.contiguous()
+        w_grad = torch.empty(g.size(1), x.size(1))
+        self._call("gradient_int8", x.dtype, (g, x, w_grad), (len(x), *w_grad.shape))
+        return w_grad
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanochat.checkpoint_manager.locate import checkpoint_dir
-from nanochat.common import UserError
+from nanochat.common import UserError, base_dir
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.platforms import host
 from nanochat.platforms.cpu import operations as cpu_operations
@@ -18,11 +18,11 @@ from nanochat.platforms.cpu.int8 import Int8Head
 from nanochat.platforms.cpu.kernels import compiler
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.platform import Cpu
-from nanochat.platforms.cpu.training import Training
+from nanochat.platforms.cpu.training import ProductsInt8, products_int8
 from nanochat.platforms.layers import accelerate
 from nanochat.platforms.operations import Matmul, Operations
 from nanochat.train import compile as compiling
-from tests.support.compiled import made_without
+from tests.support.compiled import products_without
 from tests.support.qwens import tiny_qwen
 from tests.support.small_world import make_corpus, run_stage, shrink
 from tests.support.tensors import draw
@@ -32,16 +32,23 @@ if compiler() is None:
     pytest.skip("no C++ compiler", allow_module_level=True)
 
 
+@pytest.fixture
+def made() -> ProductsInt8:
+    products = products_int8(host.use_compile_cache(base_dir()))
+    assert products is not None
+    return products
+
+
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Training:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> ProductsInt8:
     """The functions as they are compiled for a processor that cannot multiply integers of 8 bits in one instruction."""
     folder = tmp_path_factory.mktemp("kernels")
     monkeypatch = pytest.MonkeyPatch()
     try:
-        return made_without(folder, monkeypatch, "-mno-avx512vnni")
+        return products_without(folder, monkeypatch, "-mno-avx512vnni")
     except subprocess.CalledProcessError as failure:  # another kind of processor, which has only plain C++
         assert "avx512vnni" in failure.stderr
-        return made_without(folder, monkeypatch)
+        return products_without(folder, monkeypatch)
 
 
 def rounded(x: Tensor) -> Tensor:  # (..., N)
@@ -59,7 +66,7 @@ def apart(x: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("rows", [1, 12, 205])
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (96, 64), (64, 192)])
 def test_products_are_those_of_rounded_numbers(
-    made: Training, threads: int, rows: int, outputs: int, inputs: int
+    made: ProductsInt8, threads: int, rows: int, outputs: int, inputs: int
 ) -> None:
     x, weight = draw(rows, inputs).bfloat16(), draw(outputs, inputs, seed=2)
     y = made.product_int8(x, *made.pack_int8(weight, back=False))
@@ -75,7 +82,7 @@ def test_products_are_those_of_rounded_numbers(
 @pytest.mark.parametrize("tokens", [1, 255, 700])
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (96, 32), (160, 96)])
 def test_gradients_of_matrices_are_those_of_rounded_numbers(
-    made: Training, threads: int, tokens: int, outputs: int, inputs: int
+    made: ProductsInt8, threads: int, tokens: int, outputs: int, inputs: int
 ) -> None:
     g, x = draw(tokens, outputs).bfloat16(), draw(tokens, inputs, seed=2).bfloat16()
     g[:, 3], x[tokens // 2] = 0, x[tokens // 2] * 50
@@ -87,7 +94,7 @@ def test_gradients_of_matrices_are_those_of_rounded_numbers(
 
 
 @pytest.mark.slow
-def test_every_processor_computes_the_same_numbers(made: Training, plain: Training) -> None:
+def test_every_processor_computes_the_same_numbers(made: ProductsInt8, plain: ProductsInt8) -> None:
     x, weight = draw(205, 192).bfloat16(), draw(64, 192, seed=2)
     for squared in (False, True):
         mine, other = (each.product_int8(x, *each.pack_int8(weight, False), squared) for each in (made, plain))
@@ -98,7 +105,7 @@ def test_every_processor_computes_the_same_numbers(made: Training, plain: Traini
         assert torch.equal(mine, other)
 
 
-def test_a_row_does_not_depend_on_the_others_and_threads_change_nothing(made: Training) -> None:
+def test_a_row_does_not_depend_on_the_others_and_threads_change_nothing(made: ProductsInt8) -> None:
     x, weight = draw(400, 64).bfloat16(), draw(256, 64, seed=2)
     whole, slope = made.product_int8(x, *made.pack_int8(weight, back=False)), made.gradient_int8(x, x)
     assert torch.equal(whole[7:8], made.product_int8(x[7:8], *made.pack_int8(weight, back=False)))
@@ -112,7 +119,9 @@ def test_a_row_does_not_depend_on_the_others_and_threads_change_nothing(made: Tr
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_gives_nan_and_zeros_give_zeros(made: Training, plain: Training, value: float) -> None:
+def test_what_is_not_finite_gives_nan_and_zeros_give_zeros(
+    made: ProductsInt8, plain: ProductsInt8, value: float
+) -> None:
     for use in (made, plain):
         x, weight = draw(30, 64).bfloat16(), draw(64, 64, seed=2)
         x[3, 5], x[4] = value, 0
@@ -131,7 +140,7 @@ def test_what_is_not_finite_gives_nan_and_zeros_give_zeros(made: Training, plain
         assert slope[5].isnan().all() and slope[torch.arange(32) != 5].isfinite().all()
 
 
-def test_matrices_of_bf16_as_ranks_gather_them_are_multiplied_in_8_bits_and_may_be_freed(made: Training) -> None:
+def test_matrices_of_bf16_as_ranks_gather_them_are_multiplied_in_8_bits_and_may_be_freed(made: ProductsInt8) -> None:
     use = in_int8()
     x, weight = draw(64, 96).bfloat16(), draw(32, 96, seed=2).bfloat16().requires_grad_()
     y = Product.apply(use, x.requires_grad_(), weight)
@@ -195,7 +204,7 @@ def test_the_matrices_of_the_layers_have_the_format_in_their_slot() -> None:
     assert type(model.lm_head) is Int8Head
 
 
-def test_a_matrix_by_itself_multiplies_in_8_bits_with_gradients_alone(made: Training) -> None:
+def test_a_matrix_by_itself_multiplies_in_8_bits_with_gradients_alone(made: ProductsInt8) -> None:
     matrix = small_gpt(CpuOperations(), torch.bfloat16, "int8").blocks[0].mlp.c_fc
     x = draw(64, 128).bfloat16()
     weight = matrix.weight.detach()

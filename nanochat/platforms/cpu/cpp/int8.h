@@ -14,7 +14,11 @@ namespace {
 namespace int8 {
 
 constexpr int64_t OUTPUTS = 32;  // channels that are stored together, in groups of four numbers of each channel
+#ifdef __AVX512F__
 constexpr int64_t TOGETHER = 12;  // rows that are multiplied with them together, as many as fit in the registers
+#else
+constexpr int64_t TOGETHER = 4;
+#endif
 constexpr int64_t LANES = 16;
 
 typedef float floats __attribute__((vector_size(4 * LANES)));

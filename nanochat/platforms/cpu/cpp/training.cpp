@@ -6,7 +6,6 @@
 
 #include "attention_fp32.h"
 #include "common.h"
-#include "int8.h"
 #ifdef __AVX512BF16__
 #include "attention.h"
 #endif
@@ -312,22 +311,6 @@ extern "C" void attention_back_fp32 ATTENTION_BACK(float)
 extern "C" void attention_bf16 ATTENTION(bf16)
 extern "C" void attention_back_bf16 ATTENTION_BACK(bf16)
 #endif
-
-extern "C" void pack_int8_fp32(const float *w, uint8_t *packed, float *factors, int64_t threads, int64_t outputs,
-                               int64_t inputs, int64_t back) {
-    int8::pack(w, packed, factors, outputs, inputs, back, threads);
-}
-
-extern "C" void product_int8_bf16(const bf16 *x, const uint8_t *packed, const float *factors, bf16 *y, int64_t threads,
-                                  int64_t rows, int64_t outputs, int64_t inputs, int64_t squared) {
-    auto product = squared ? int8::product<true> : int8::product<false>;
-    product(x, packed, factors, y, rows, outputs, inputs, threads);
-}
-
-extern "C" void gradient_int8_bf16(const bf16 *g, const bf16 *x, float *dw, int64_t threads, int64_t tokens,
-                                   int64_t outputs, int64_t inputs) {
-    int8::gradient(g, x, dw, tokens, outputs, inputs, threads);
-}
 
 #define BOTH(NAME, ARGUMENTS, GIVEN)                                                                                   \
     extern "C" void NAME##_fp32 ARGUMENTS(float) { NAME<float> GIVEN; }                                                \
