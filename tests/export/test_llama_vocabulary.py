@@ -113,7 +113,7 @@ def test_a_vocabulary_of_sentencepiece_has_scores_in_the_order_of_its_merges(tmp
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"merges": tokenizer_json("llama2")["model"]["merges"][1:]}, "never joins"),
+        ({"merges": tokenizer_json("llama2")["model"]["merges"][1:]}, "merges lack"),
         ({"merges": sorted(tokenizer_json("llama2")["model"]["merges"])}, "not next to each other"),
         ({"normalizer": {"type": "NFKC"}}, "NFKC"),
         ({"normalizer": None, "pre_tokenizer": JOINED_BY_WORD}, "Metaspace"),
