@@ -19,12 +19,10 @@ from nanochat.models.lora import LoraConfig
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.planner import forecast as planner_forecast
 from nanochat.planner.forecast import (
-    Ledger,
     Memory,
     Tuning,
     build_model,
     build_optimizers,
-    count_all_layers,
     forecast,
     forecasts,
     take_step,
@@ -42,23 +40,6 @@ QWEN3 = QwenConfig(**SIZES)
 OF_DELTANETS = {"layers": "DDDA", "rotary_dim": 8, "zero_centred": 1, "output_gate": 1, "delta_key_heads": 2,
                 "delta_value_heads": 2, "delta_key_dim": 32, "delta_value_dim": 32}  # fmt: skip
 QWEN35 = QwenConfig(**SIZES, **OF_DELTANETS)
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tuning], Memory]:
-    """What forecast() says, without a process of its own, which would take seconds to import torch."""
-    monkeypatch.setattr(torch.UntypedStorage, "resize_", torch.UntypedStorage.resize_)  # restores it
-    ledger = Ledger()
-    planner_forecast._watch_resizing(ledger)
-
-    def count(tuning: Tuning) -> Memory:
-        try:
-            return count_all_layers(tuning, compute_init("cpu"), ledger)
-        finally:
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
-
-    return count
 
 
 def out_of_sight(x: torch.Tensor) -> Callable[[], torch.Tensor]:
