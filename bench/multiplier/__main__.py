@@ -37,7 +37,7 @@ from typing import Literal
 
 from bench import tables
 from bench.multiplier import corpus, ladder
-from bench.multiplier.curves import Interval, multiplier
+from bench.multiplier.curves import Interval, multiplier_of
 from bench.multiplier.runs import OUR_CODE, Entry, Result, Run, Runs
 from bench.processes import check_peers, refuse
 from bench.text import Text, make_rows, standard_library
@@ -298,21 +298,12 @@ def measure(
             name=name,
             bits_per_byte=fmean(result.bits_per_byte for result in results),
             baseline=fmean(result.bits_per_byte for result in base[steps]),
-            flops=multiplier_of("flops", results, base),
-            seconds=multiplier_of("seconds", results, base),
+            flops=multiplier_of("flops", seeds),
+            seconds=multiplier_of("seconds", seeds),
         )
         for (name, steps), results in results_of.items()
+        for seeds in [list(zip(results, *base.values(), strict=True))]
     ]
-
-
-def multiplier_of(
-    cost: str, results: Sequence[Result], base: dict[int, list[Result]]
-) -> Interval | None:
-    """Return the multiplier in FLOPs or in seconds; results and baseline have one run per seed."""
-    points = [result.point(cost) for result in results]
-    by_seed = zip(*base.values(), strict=True)
-    curves = [[result.point(cost) for result in curve] for curve in by_seed]
-    return multiplier(points, curves)
 
 
 def show(figures: Sequence[Figure], baseline: str) -> None:
@@ -364,8 +355,8 @@ def climb_ladder(cfg: Config) -> None:
     checkout = cfg.upstream
     if checkout is not None:
         check_peers(False, (), checkout)
-        longest = ladder.RUNGS[0]
-        cfg = replace(cfg, steps=(longest.steps,), stretch=longest.stretch)
+        lengths = {length for rung in ladder.RUNGS for length in rung.lengths}
+        cfg = replace(cfg, steps=tuple(lengths), stretch=(1.0,))
         ours, upstream_compiled = our_variant(quick=False)
         upstream = replace(ours, side="upstream", compiled=upstream_compiled)
         sizes = Sizes()
@@ -378,8 +369,12 @@ def climb_ladder(cfg: Config) -> None:
                 rung, Entry("ours", ours), Entry("upstream", upstream)
             )
         ]
+        recipes = {
+            "ours": ladder.our_recipe(),
+            "upstream": ladder.upstream_recipe(checkout, upstream),
+        }
         train = Runs(out / "runs", checkout).train
-        trained = ladder.climb(planned, train, checkout, cfg.hours)
+        trained = ladder.climb(planned, recipes, train, cfg.hours)
     results = ladder.figures(ladder.read_records())
     ladder.show(results)
     summary = {"trained": trained, "figures": [asdict(result) for result in results]}

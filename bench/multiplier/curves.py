@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
+from typing import Literal, Protocol
 
 # Student's t for a two-sided interval of 95 %, by degrees of freedom; more use the last value.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -16,6 +17,19 @@ class Point:
 
     cost: float  # FLOPs or CPU seconds
     bits_per_byte: float
+
+
+class Finished(Protocol):
+    """What a finished run has spent, and what it has reached (Protocol)."""
+
+    @property
+    def flops(self) -> float: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def bits_per_byte(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -97,3 +111,11 @@ def multiplier(ours: Sequence[Point], baseline: Sequence[Sequence[Point]]) -> In
         ratios.append(amount / point.cost)
         extrapolated |= is_beyond
     return interval(ratios, extrapolated)
+
+
+def multiplier_of(
+    cost: Literal["flops", "seconds"], seeds: Sequence[Sequence[Finished]]
+) -> Interval | None:
+    """Return multiplier() in FLOPs or in CPU seconds; each seed is our run, then the baseline's."""
+    ends = [[Point(getattr(run, cost), run.bits_per_byte) for run in seed] for seed in seeds]
+    return multiplier([seed[0] for seed in ends], [seed[1:] for seed in ends])

@@ -9,23 +9,22 @@ seeds from all of them; CPU seconds are compared only between runs on one kind o
 """
 
 import datetime
-import hashlib
 import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 
 from bench import tables
-from bench.multiplier.curves import Interval, Point, multiplier
-from bench.multiplier.runs import Entry, Result, Run, code_hash
+from bench.multiplier.curves import Interval, multiplier_of
+from bench.multiplier.runs import Entry, Result, Run, code_hash, short_hash
 from bench.text import ABOUT
+from bench.train.variants import Variant
 from nanochat.common import log, read_json, write_atomic
 from nanochat.report import golden
 
@@ -56,8 +55,8 @@ RUNGS = (
 
 
 @dataclass(frozen=True)
-class Record:
-    """A finished run, and where it was trained."""
+class Experiment:
+    """What is trained; two runs with equal experiments repeat each other, on whatever host."""
 
     text: str
     rows: str  # hash of the rows
@@ -66,6 +65,12 @@ class Record:
     name: str  # ours or upstream
     seed: int
     recipe: str  # hash of what decides how this side learns
+
+
+@dataclass(frozen=True)
+class Record(Experiment):
+    """A finished run, and where it was trained."""
+
     bits_per_byte: float
     flops: float
     seconds: float  # CPU seconds of the steps
@@ -75,13 +80,9 @@ class Record:
     date: str
 
     @property
-    def key(self) -> tuple[str | int, ...]:
-        """What is equal for two runs that are the same experiment, on whatever host."""
-        return (self.text, self.rows, self.depth, self.steps, self.name, self.seed, self.recipe)
-
-    def point(self, cost: str) -> Point:
-        """Return the end of the run; `cost` is flops or seconds."""
-        return Point(getattr(self, cost), self.bits_per_byte)
+    def experiment(self) -> Experiment:
+        """What was trained."""
+        return Experiment(*(getattr(self, field.name) for field in fields(Experiment)))
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,6 @@ def runs_of(rung: Rung, ours: Entry, upstream: Entry) -> Iterator[tuple[Entry, d
             yield upstream, {"horizon": length, "seed": seed}
 
 
-def short_hash(value: Any) -> str:
-    """Return a hash of something that JSON can hold."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
-
-
 def our_recipe() -> str:
     """Return a hash of what our code learns, which stays the same if code is only rewritten.
 
@@ -123,24 +119,22 @@ def our_recipe() -> str:
     return short_hash([[run.settings for run in runs], losses])
 
 
-def recipe_of(run: Run, upstream: Path) -> str:
-    """Return the hash of what decides how the side of a run learns."""
-    if run.entry.name == "ours":
-        return our_recipe()
-    return short_hash([code_hash(upstream, ["nanochat"]), run.entry.variant.scale])
+def upstream_recipe(checkout: Path, variant: Variant) -> str:
+    """Return a hash of what upstream's code learns with its rates scaled as in a variant."""
+    return short_hash([code_hash(checkout, ["nanochat"]), variant.scale])
 
 
-def record_of(run: Run, result: Result, upstream: Path) -> Record:
-    """Return the record of a run that has just ended on this host."""
+def experiment_of(run: Run, recipe: str) -> Experiment:
+    """Return what a planned run trains."""
     assert run.plan.seed is not None
+    rows = read_json(run.plan.rows / ABOUT)["sha256"][:12]
+    return Experiment(run.text, rows, run.depth, run.steps, run.entry.name, run.plan.seed, recipe)
+
+
+def record_of(run: Run, experiment: Experiment, result: Result) -> Record:
+    """Return the record of a run that has just ended on this host."""
     return Record(
-        text=run.text,
-        rows=read_json(run.plan.rows / ABOUT)["sha256"][:12],
-        depth=run.depth,
-        steps=run.steps,
-        name=run.entry.name,
-        seed=run.plan.seed,
-        recipe=recipe_of(run, upstream),
+        **asdict(experiment),
         bits_per_byte=round(result.bits_per_byte, 6),
         flops=result.flops,
         seconds=round(result.seconds, 1),
@@ -157,35 +151,36 @@ def read_records(file: Path = FILE) -> list[Record]:
 
 
 def write_records(records: Iterable[Record], file: Path = FILE) -> None:
-    """Write runs to a file, one line for each, in the order of their keys."""
-    ordered = sorted(records, key=lambda record: record.key)
+    """Write runs to a file, one line for each, in the order of their experiments."""
+    ordered = sorted(records, key=lambda record: astuple(record.experiment))
     lines = ",\n".join(json.dumps(asdict(record)) for record in ordered)
     write_atomic(file, f"[\n{lines}\n]\n".encode())
 
 
 def climb(
     runs: Iterable[Run],
+    recipes: Mapping[str, str],
     train: Callable[[Run], Result],
-    upstream: Path,
     hours: float,
     file: Path = FILE,
 ) -> int:
     """Train the runs that the file lacks, in order, and add each to it; returns how many.
 
-    No run begins after `hours`, but the one that has begun is finished.
+    `recipes` has the recipe of each side by its name. No run begins after `hours`, but the one that
+    has begun is finished.
     """
     until = time.monotonic() + 3600 * hours
+    known = {record.experiment for record in read_records(file)}
     trained = 0
     for run in runs:
-        known = {record.key for record in read_records(file)}
-        place = record_of(run, Result({}, 0.0, 0.0, 0.0, []), upstream)
-        if place.key in known:
+        experiment = experiment_of(run, recipes[run.entry.name])
+        if experiment in known:
             continue
         if time.monotonic() >= until:
             log("the hours are over; type the command again to train the other runs")
             break
-        record = record_of(run, train(run), upstream)
-        write_records([*read_records(file), record], file)
+        record = record_of(run, experiment, train(run))
+        write_records([*read_records(file), record], file)  # which another process may have changed
         trained += 1
     return trained
 
@@ -238,12 +233,6 @@ def figures_of(text: str, rung: Rung, seeds: Sequence[Sequence[Record]]) -> Rung
         cpu=cpu,
         seeds_on_cpu=len(on_cpu),
     )
-
-
-def multiplier_of(cost: str, seeds: Sequence[Sequence[Record]]) -> Interval | None:
-    """Return the multiplier in flops or seconds; each seed is our run, then upstream's."""
-    points = [[run.point(cost) for run in seed] for seed in seeds]
-    return multiplier([seed[0] for seed in points], [seed[1:] for seed in points])
 
 
 def show(results: Sequence[RungFigures]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from bench.multiplier.curves import Point
 from bench.processes import ROOT
 from bench.text import ABOUT
 from bench.train.variants import Plan, Variant, flops_per_token, training
@@ -64,10 +63,6 @@ class Result:
     losses: list[float]  # of each step, in nats per token
     cpu: str = field(default_factory=host.cpu_model)
 
-    def point(self, cost: str) -> Point:
-        """Return the end of the run; `cost` is flops or seconds."""
-        return Point(getattr(self, cost), self.bits_per_byte)
-
 
 def code_hash(folder: Path, sources: Iterable[str]) -> str:
     """Return a hash of source files, and of all sources in folders."""
@@ -79,6 +74,11 @@ def code_hash(folder: Path, sources: Iterable[str]) -> str:
                 digest.update(f"{path.relative_to(folder)}\n".encode())
                 digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def short_hash(value: Any) -> str:
+    """Return a hash of something that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def settings_of(run: Run, upstream: Path | None) -> dict[str, Any]:
@@ -119,8 +119,7 @@ class Runs:
 
     def path(self, run: Run) -> Path:
         """Return the file of a run, whose name ends with a hash of all of its settings."""
-        text = json.dumps(settings_of(run, self.upstream), sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        digest = short_hash(settings_of(run, self.upstream))
         words = [run.text, f"d{run.depth}", str(run.steps), run.entry.name]
         if run.entry.variant.side == "upstream":
             words.append(f"x{run.entry.variant.scale:g}")

@@ -14,6 +14,7 @@ from tests.bench.fakes import fake_upstream, tiny_plan
 EAGER = Variant("ours", "float32")
 OURS, UPSTREAM = Entry("ours", EAGER), Entry("upstream", replace(EAGER, side="upstream"))
 RUNG = Rung(2, 6, (1, 2), (1.0, 2.0))
+RECIPES = {"ours": "now", "upstream": "theirs"}
 
 
 def bits(flops: float, name: str) -> float:
@@ -37,7 +38,6 @@ class Trainer:
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     """The runs of a ladder with one rung, and no other rung."""
     monkeypatch.setattr(ladder, "RUNGS", (RUNG,))
-    monkeypatch.setattr(ladder, "our_recipe", lambda: "now")
     rows = tmp_path / "rows"
     return [
         Run("code", RUNG.depth, entry, replace(tiny_plan(rows, warmup=0), **numbers))
@@ -48,11 +48,11 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
 def test_each_run_is_trained_once_and_none_begins_late(
     planned: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    upstream, file = fake_upstream(tmp_path / "upstream"), tmp_path / "ladder.json"
+    file = tmp_path / "ladder.json"
     late, first, second = Trainer("A"), Trainer("A"), Trainer("B")
-    assert ladder.climb(planned, late, upstream, 0.0, file) == 0
-    assert ladder.climb(planned[:4], first, upstream, 1.0, file) == 4
-    assert ladder.climb(planned, second, upstream, 1.0, file) == 2
+    assert ladder.climb(planned, RECIPES, late, 0.0, file) == 0
+    assert ladder.climb(planned[:4], RECIPES, first, 1.0, file) == 4
+    assert ladder.climb(planned, RECIPES, second, 1.0, file) == 2
     assert (late.requests, first.requests + second.requests) == ([], planned)
     (result,) = ladder.figures(ladder.read_records(file))
     assert result.flops is not None and result.seconds is not None
@@ -64,7 +64,7 @@ def test_each_run_is_trained_once_and_none_begins_late(
 
 def record(name: str, steps: int, **others: object) -> Record:
     flops = 1e9 * steps
-    made = Record("code", "rows", 2, steps, name, 1, "now", bits(flops, name), flops, steps, "A",
+    made = Record("code", "rows", 2, steps, name, 1, RECIPES[name], bits(flops, name), flops, steps, "A",
                   "float32", "2", "2026-11-28")  # fmt: skip
     return replace(made, **others)  # type: ignore[arg-type]
 
@@ -96,3 +96,11 @@ def test_the_recipe_follows_the_golden_runs(monkeypatch: pytest.MonkeyPatch) -> 
     settings = {**goldens.runs["d3"].settings, "matrix_lr": 9.0}
     runs["d3"] = replace(goldens.runs["d3"], settings=settings)
     assert ladder.our_recipe() != before
+
+
+def test_the_recipe_of_upstream_follows_its_code_and_its_rates(tmp_path: Path) -> None:
+    checkout = fake_upstream(tmp_path / "upstream")
+    before = ladder.upstream_recipe(checkout, UPSTREAM.variant)
+    assert ladder.upstream_recipe(checkout, replace(UPSTREAM.variant, scale=2.0)) != before
+    (checkout / "nanochat" / "common.py").write_text("X = 1\n")
+    assert ladder.upstream_recipe(checkout, UPSTREAM.variant) != before
