@@ -84,18 +84,17 @@ def model_config(flags: ShapeFlags, vocab_size: int, corpus: str, compute: Compu
     if flags.bigram_rows == "auto" and not traits(corpus).pairs:
         pairs = 0
         log(tr("bigram_rows: 0 (they teach little about {corpus})", corpus=corpus))
-    offset = _chosen(flags.offset_layers, depth)
     heads = model_dim // head_dim
     return GPTConfig(
-        length,
-        vocab_size,
-        depth,
-        heads,
-        heads,
-        model_dim,
-        flags.window_pattern,
-        pairs,
-        offset,
+        sequence_len=length,
+        vocab_size=vocab_size,
+        n_layer=depth,
+        n_head=heads,
+        n_kv_head=heads,
+        n_embd=model_dim,
+        window_pattern=flags.window_pattern,
+        bigram_rows=pairs,
+        offset_layers=_chosen(flags.offset_layers, depth),
     )
 
 
@@ -474,9 +473,9 @@ def example_batch(
     compute: Compute,
     begun_rows: int | None = None,
 ) -> Batch:
-    """Return the split of a step of so many rows into passes, and log it.
+    """Return the split of a step, whose number of rows the flags give, into passes, and log it.
 
-    If the rows are "auto", a resumed run keeps its `begun_rows` per step, and the number for a new
+    If that number is "auto", a resumed run keeps its `begun_rows` per step, and the number for a new
     run follows from the `rows` of its data. Raises UserError (exit code 2) if the numbers are
     invalid, or if the ranks cannot share the rows equally.
     """

@@ -133,10 +133,10 @@ def test_every_stage_of_a_preset_can_split_its_step_over_any_number_of_cards(
         cfg: Any = SimpleNamespace(**values_of(flags))
         compute = replace(on_cpu(), world_size=ranks)
         if script in (base_train, mid_train):
-            flags = BatchFlags(cfg.total_batch_size, cfg.device_batch_size)
+            split = BatchFlags(cfg.total_batch_size, cfg.device_batch_size)
             shape = GPTConfig(2048 if published else 256, 1024, 2, 2, 2, 64)
             corpus = "fineweb" if published else "tinyworld"
-            sizes.batch(flags, shape, 10**6, corpus, compute, 1e9)
+            sizes.batch(split, shape, 10**6, corpus, compute, 1e9)
             steps.append(cfg.total_batch_size)
         else:
             name = "target_examples_per_step" if script is chat_sft else "examples_per_step"
