@@ -145,6 +145,16 @@ def test_a_preset_is_planned_for_named_cards_with_its_own_tokens(capsys: pytest.
         said(capsys, preset="d8")
 
 
+def test_a_preset_without_a_card_is_planned_for_those_that_people_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, preset="gpt2")[0]
+    rows = [line.split(" | ")[:2] for line in out.splitlines() if line.startswith("| ")]
+    assert rows[2:] == [["| H100, fp8", "8"], ["| H100", "8"], ["| 910B3", "8"], ["| 910B3", "16"]]
+    assert "CC BY-NC 4.0" in out and "FLOPs" in out
+    with pytest.raises(UserError) as refusal:
+        said(capsys, preset="smoke")
+    assert refusal.value.exit_code == 2
+
+
 def test_a_chip_without_a_known_peak_is_planned_by_memory_alone() -> None:
     chip = Kind("SoC 999", 0, 64)
     rates, source = command.rates_for(chip, None)

@@ -54,6 +54,12 @@ def test_the_reason_is_printed_once_by_the_outermost_caller(script: bool, tmp_pa
     assert not script or note.read_text().splitlines() == expected
 
 
+def test_the_launcher_leaves_the_reason_of_a_rank_that_was_killed(tmp_path: Path) -> None:
+    note = tmp_path / "reason"
+    fail(OURS, "kill 1", NANOCHAT_REASON_FILE=str(note))
+    assert note.read_text().startswith("error: rank 1 was killed (SIGKILL). ")
+
+
 def test_a_reason_that_no_caller_got_is_printed_by_its_rank() -> None:
     _, lines = fail(OURS, "refuse all", NANOCHAT_REASON_FILE="/dev/full")
     assert lines == [f"{REFUSED} (rank 0)"], "the launcher prints what a full disk kept from the script"
