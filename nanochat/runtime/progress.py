@@ -182,12 +182,12 @@ class Progress:
         return f"{self._amount()}{self._rate(seconds)}{self._time_left(seconds)}"
 
     def _amount(self) -> str:
-        completed = amount(self.completed, self.unit)
         if not self.total:
-            return completed
+            return amount(self.completed, self.unit)
+        completed = f"{self.completed:,.0f}"
         return tr(
             "{completed} of {total} ({share:.0%})",
-            completed=completed,
+            completed=amount(self.completed, "B") if self.unit == "B" else completed,
             total=amount(self.total, self.unit),
             share=self.completed / self.total,
         )
@@ -200,7 +200,10 @@ class Progress:
         own_work = self._own_work()
         if own_work <= 0 or seconds <= 0:
             return ""
-        return tr(", {amount}/s", amount=amount(own_work / seconds, self.unit))
+        rate = own_work / seconds
+        if self.unit != "B" and rate < 10:
+            return tr(", {rate:.2g} {unit}/s", rate=rate, unit=self.unit)
+        return tr(", {amount}/s", amount=amount(rate, self.unit))
 
     def _time_left(self, seconds: float) -> str:
         """Return the estimated time left as text, or "" if it cannot be estimated."""

@@ -23,11 +23,14 @@ from nanochat.platforms.layers import operations_of
 from nanochat.runtime import parallel, signals
 from nanochat.train.fit import memory
 
-SAVED = 0.3  # the smallest share of an uncompiled step's time that compiling saves (dev/LOG.md)
+# The share of an uncompiled step's time that compiling saves, unless matrix products take more than
+# the rest (dev/LOG.md)
+SAVED = 0.3
 TIMED_STEPS = 10  # fewer steps are not worth an uncompiled pass to time them
 # Estimated seconds of a compilation that this machine has not measured yet, on two idle cores
 MODEL_SECONDS = 10.0  # for any model
 LAYER_SECONDS = 4.0  # in addition, for each layer
+PUBLISHED_LAYERS = 12  # a published model's layer, compiled by itself, takes as long as this many
 CACHED_SHARE = 0.2  # the share of these seconds that remains if all code is in the cache
 
 
@@ -116,7 +119,7 @@ def _costs(
     if not by_layers:
         return Costs(key, len(blocks))
     kinds = {tuple(tuple(p.shape) for p in block.parameters()) for block in blocks}
-    return Costs(key, len(kinds))
+    return Costs(key, len(kinds) if isinstance(model, GPT) else PUBLISHED_LAYERS * len(kinds))
 
 
 # --- whether it pays ------------------------------------------------------------------------------
@@ -127,14 +130,20 @@ def _pays(ahead: Ahead, cost: float, time_pass: Callable[[], float], compute: Co
 
     Rank 0 decides for all ranks. A step's time is first estimated from the device's peak speed,
     which is a lower bound. If that does not show that compiling pays, a pass is timed, unless fewer
-    than 10 steps remain (TIMED_STEPS).
+    than 10 steps remain (TIMED_STEPS). Where the peak is the measured speed of matrix products, as
+    on a CPU, a step can come close to it; compiling saves only time that the products do not take.
     """
-    if parallel.agree(int(SAVED * ahead.steps * ahead.least_seconds > cost), compute):
+    products_measured = compute.platform.peak_flops() is None
+    least_saved = 0.0 if products_measured else SAVED * ahead.least_seconds
+    if parallel.agree(int(ahead.steps * least_saved > cost), compute):
         return True
     if ahead.steps < TIMED_STEPS:
         return False
-    saved = SAVED * ahead.steps * ahead.passes * time_pass()
-    return bool(parallel.agree(int(saved > cost), compute))
+    step_seconds = ahead.passes * time_pass()
+    saved = SAVED * step_seconds
+    if products_measured:
+        saved = min(saved, step_seconds - ahead.least_seconds)
+    return bool(parallel.agree(int(ahead.steps * saved > cost), compute))
 
 
 def sum_of_losses(shape: tuple[int, int], compute: Compute) -> OnePass:

@@ -7,13 +7,15 @@ general prompts of the package, and half are texts without a prompt.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib import resources
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nanochat.checkpoint_manager.copies import with_own_operations
 from nanochat.checkpoint_manager.huggingface.base import Base
 from nanochat.checkpoint_manager.load import load_published
 from nanochat.common import UserError, log, tr
@@ -23,19 +25,21 @@ from nanochat.dataloader import MixedRows, PackedRows, Rows, blend
 from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.evals.references import row_scores, saved_or_scored
+from nanochat.generate.reply import Completion, broken_model
 from nanochat.generate.sampling import Sampling
 from nanochat.prepare.conversations import conversation_folder, prepare_rendered
 from nanochat.prepare.plan import plan
 from nanochat.runtime import parallel
 from nanochat.runtime.progress import Progress, amount
-from nanochat.tokenizer import Rendered
+from nanochat.tokenizer import Rendered, Tokenizer
 from nanochat.train.fit.memory import reachable
 from nanochat.train.flags import Auto
 
-VERSION = 1  # part of the key of the own words; raise it when the sampling changes
-TOKENS = 32_768  # tokens of own words, which a long run reads several times
+VERSION = 2  # part of the key of the own words; raise it when the sampling changes
+# Tokens of own words if no text ended early. A long run reads them several times.
+MOST_TOKENS = 40_960
 LONGEST_TEXT = 256  # tokens of a text or a reply
-SLOTS = 16  # texts that are sampled together
+SLOTS = 32  # texts that are sampled together
 EVERY = 4  # by default, one row in 4 is the model's own
 # With more tokens of data than this, the model writes no words by default: such data is varied enough, and
 # the few own words would be repeated many times.
@@ -220,7 +224,7 @@ def with_own_words(rows: Rows, every: int, base: Base, seed: int, compute: Compu
     The model writes them now, unless they are on the disk already. Every rank must call this before
     the weights of the trained model are loaded.
     """
-    key = f"own words {VERSION} {base.identity} {TOKENS} {seed} {rows.row_tokens}"
+    key = f"own words {VERSION} {base.identity} {MOST_TOKENS} {seed} {rows.row_tokens}"
     longest = min(LONGEST_TEXT, rows.row_tokens)
     folder = conversation_folder("own-words", base.tokenizer, key)
 
@@ -242,37 +246,39 @@ def with_own_words(rows: Rows, every: int, base: Base, seed: int, compute: Compu
 
 
 def _sampled(base: Base, longest: int, seed: int, compute: Compute) -> Iterator[Rendered]:
-    """Yield texts and replies of the model until they have TOKENS tokens together.
+    """Yield texts and replies of the model, as each is finished, with up to MOST_TOKENS tokens.
 
-    No text has more than `longest` tokens with its prompt. Only sampled tokens are marked as
-    trained.
+    None has more than `longest` tokens with its prompt. Only sampled tokens are marked as trained.
     """
-    loaded = load_published(base.folder, None, compute)
-    tokenizer = loaded.tokenizer
-    engine = Engine(loaded.model, tokenizer, slots=SLOTS, length=longest)
+    own_compute = with_own_operations(compute)
+    loaded = load_published(base.folder, None, own_compute)
+    own_compute.operations.serve(cast(nn.Module, loaded.model))
+    engine = Engine(loaded.model, loaded.tokenizer, slots=SLOTS, length=longest)
+    count = MOST_TOKENS // longest
+    texts: dict[int, tuple[list[int], Completion]] = {}  # by number of the request
+    for i, start in enumerate(itertools.islice(_starts(loaded.tokenizer, longest), count)):
+        sampling = Sampling(temperature=1.0, max_tokens=longest, seed=seed + i)
+        texts[engine.submit(start, sampling)] = (start, Completion())
+    with Progress(tr("own words"), count, tr("texts")) as progress:
+        while engine.busy:
+            for event in engine.step():
+                if event.broken:
+                    raise UserError(broken_model())
+                start, completion = texts[event.request]
+                completion.add(event)
+                if event.finish:
+                    trained = [int(not forced) for forced in completion.forced]
+                    yield Rendered([*start, *completion.tokens], [0] * len(start) + trained)
+                    progress.advance(1)
+
+
+def _starts(tokenizer: Tokenizer, longest: int) -> Iterator[list[int]]:
+    """Yield general prompts in turn, and the beginning of a text without a prompt after each."""
     prompts = [tokenizer.render_prompt(Conversation((user(text),))) for text in _questions()]
     short_prompts = [prompt for prompt in prompts if len(prompt) <= longest // 2]
-    total = 0
-    with Progress(tr("own words"), TOKENS, tr("tokens")) as progress:
-        for round_number in itertools.count():
-            sampling = Sampling(temperature=1.0, max_tokens=longest, seed=seed + round_number)
-            chosen = _turn(short_prompts, round_number)
-            replies = engine.generate(chosen, sampling)
-            texts = engine.generate([[tokenizer.bos]], sampling, samples=SLOTS)
-            starts = [*chosen, *([[tokenizer.bos]] * SLOTS)]
-            for start, completion in zip(starts, [*replies, *texts], strict=True):
-                trained = [int(not forced) for forced in completion.forced]
-                yield Rendered([*start, *completion.tokens], [0] * len(start) + trained)
-                total += len(start) + len(trained)
-                progress.advance(len(start) + len(trained))
-                if total >= TOKENS:
-                    return
-
-
-def _turn(prompts: Sequence[list[int]], round_number: int) -> list[list[int]]:
-    """Return the different prompts of a round, at most one for each slot, in turn."""
-    count = min(SLOTS, len(prompts))
-    return [prompts[(round_number * count + i) % len(prompts)] for i in range(count)]
+    for prompt in itertools.cycle(short_prompts or [[tokenizer.bos]]):
+        yield prompt
+        yield [tokenizer.bos]
 
 
 def _questions() -> list[str]:

@@ -54,10 +54,10 @@ def test_a_log_gets_a_line_now_and_then_and_one_at_the_end(capsys):
         progress.say("something happened")
         progress.advance(30)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "fetch: 40 rows of 100 rows (40%)"
-    assert lines[1].startswith("fetch: 70 rows of 100 rows (70%), ") and lines[1].endswith(" left")
+    assert lines[0] == "fetch: 40 of 100 rows (40%)"
+    assert lines[1].startswith("fetch: 70 of 100 rows (70%), ") and lines[1].endswith(" left")
     assert lines[2] == "something happened"
-    assert lines[-1].startswith("fetch: 100 rows of 100 rows (100%) in 0.0 s") and len(lines) == 5
+    assert lines[-1].startswith("fetch: 100 of 100 rows (100%) in 0.0 s") and len(lines) == 5
 
 
 def test_a_failure_prints_no_last_line(capsys):
@@ -88,13 +88,13 @@ def test_more_work_than_was_foreseen_has_no_time_left(capsys):
         for _ in range(3):
             progress.advance(1)
     lines = capsys.readouterr().out.splitlines()
-    assert "left" in lines[0] and lines[2].startswith("search: 3 runs of 2 runs (150%)") and "left" not in lines[2]
+    assert "left" in lines[0] and lines[2].startswith("search: 3 of 2 runs (150%)") and "left" not in lines[2]
 
 
 def test_units_of_earlier_runs_count_as_done_but_not_as_speed(capsys):
     with Progress("base", 4, "steps", every_seconds=0, completed=2) as progress:
         progress.advance(0)
-    assert capsys.readouterr().out.splitlines()[0] == "base: 2 steps of 4 steps (50%)"
+    assert capsys.readouterr().out.splitlines()[0] == "base: 2 of 4 steps (50%)"
 
 
 class Terminal:
@@ -141,8 +141,8 @@ def test_a_terminal_gets_a_bar_with_a_note_that_goes_away(monkeypatch: pytest.Mo
 def test_a_terminal_gets_the_amount_beside_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     with Terminal(monkeypatch) as terminal, Progress("fetch", 100, "rows") as progress:
         progress.advance(30)
-    assert terminal.drawn.count("30 rows of 100 rows (30%), ") >= 1 and " left" in terminal.drawn
-    assert "fetch: 30 rows of 100 rows (30%) in " in terminal.drawn
+    assert terminal.drawn.count("30 of 100 rows (30%), ") >= 1 and " left" in terminal.drawn
+    assert "fetch: 30 of 100 rows (30%) in " in terminal.drawn
 
 
 @pytest.mark.parametrize("variable", [("TERM", "dumb"), ("TTY_INTERACTIVE", "0")])

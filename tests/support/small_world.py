@@ -106,7 +106,7 @@ def run_stage(stage: str, compute: Compute | None = None, **changes: Any) -> Non
 
 def few_own_words(patch: pytest.MonkeyPatch) -> None:
     """Let fine-tuning with --replay_every write a fiftieth of the words: all of them take half a minute."""
-    patch.setattr(replay, "TOKENS", 600)
+    patch.setattr(replay, "MOST_TOKENS", 1200)
 
 
 @contextlib.contextmanager

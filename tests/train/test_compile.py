@@ -113,9 +113,18 @@ def test_a_timed_pass_decides(
 
 
 @pytest.mark.usefixtures("cache")
-def test_no_pass_is_timed_where_even_the_peak_would_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_pass_is_timed_where_even_the_peak_of_a_card_would_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(CPU.platform), "peak_flops", lambda self: (1e12, "a card"))
     monkeypatch.setattr(compiling, "_timed_pass", never_timed)
     assert is_compiled(Ahead(steps=5, passes=1, least_seconds=60.0))
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(("products", "pays"), [(0.05, True), (0.095, False)])
+def test_compiling_saves_no_time_of_the_products(monkeypatch: pytest.MonkeyPatch, products: float, pays: bool) -> None:
+    """1,000 steps of .1 s save 30 s, but only 5 s if the products take .095 s of each."""
+    passes_take(monkeypatch, 0.1)
+    assert is_compiled(Ahead(steps=1000, passes=1, least_seconds=products)) == pays
 
 
 @pytest.mark.usefixtures("cache")
@@ -123,7 +132,8 @@ def test_a_gpt_whose_kernels_are_as_fast_is_compiled_only_if_asked_for_or_as_bef
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Operations, "needs_no_compiler", lambda self, head_dim, dtype: "kernels are as fast")
-    many = Ahead(steps=10**6, passes=1, least_seconds=1e6)
+    passes_take(monkeypatch, 1.0)
+    many = Ahead(steps=10**6, passes=1, least_seconds=0.1)
     assert not is_compiled(many) and not is_compiled(None)
     assert "not compiled: kernels are as fast (--compile overrides)" in capsys.readouterr().out
     assert is_compiled(many, wanted=True) and is_compiled(replace(many, as_before=True))

@@ -23,7 +23,7 @@ LENGTH = 48
 
 @pytest.fixture(autouse=True)
 def base_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(replay, "TOKENS", 600)
+    monkeypatch.setattr(replay, "MOST_TOKENS", 1200)
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     return tmp_path
 
