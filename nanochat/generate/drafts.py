@@ -61,23 +61,23 @@ class Drafts:
 
         `room` is how many tokens the cache can take in every row.
         """
-        most = min(MOST_TOKENS // len(requests), room)
-        if most < min(SHORT, room) or any(request.grammar for request in requests):
+        max_columns = min(MOST_TOKENS // len(requests), room)
+        if max_columns < min(SHORT, room) or any(request.grammar for request in requests):
             return None
         pending = [request.tokens[request.cached :] for request in requests]
         counts = []
         for request, tokens in zip(requests, pending, strict=True):
             record = self._records.setdefault(request, Record())
-            columns = min(LONG if record.streak >= STREAK else SHORT, most)
-            left = request.sampling.max_tokens - request.generated - 1
-            count = max(0, min(columns - len(tokens), left))
+            columns = min(LONG if record.streak >= STREAK else SHORT, max_columns)
+            remaining = request.sampling.max_tokens - request.generated - 1
+            count = max(0, min(columns - len(tokens), remaining))
             counts.append(0 if record.pause else count)
             record.pause = max(0, record.pause - 1)
         guesses = self._guesser.guess(requests, counts) if any(counts) else [[] for _ in requests]
         if not any(guesses) and max(map(len, pending)) == 1:
             return None
         pairs = zip(pending, guesses, strict=True)
-        return [[*tokens, *guess][:most] for tokens, guess in pairs]
+        return [[*tokens, *guess][:max_columns] for tokens, guess in pairs]
 
     def note(self, request: Request, guessed: int, right: int) -> None:
         """Count how many of the tokens guessed for a request were right, and adapt to it."""
