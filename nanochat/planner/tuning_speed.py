@@ -20,7 +20,7 @@ from nanochat.planner.cards import Rates
 from nanochat.planner.forecast import Memory, Tuning
 from nanochat.planner.programs import COMPILED, FUSED, program_of
 from nanochat.planner.work import Program, Traffic
-from nanochat.schedule import MOST_STEP_ROWS
+from nanochat.train.tuning_rules import MOST_STEP_ROWS
 
 ADAM_BYTES = 28  # that AdamW moves in a step, for each trained parameter
 ADAM_OPERATORS = 60
