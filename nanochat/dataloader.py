@@ -2,16 +2,16 @@
 
 The tokens are already on disk: prepare/ has tokenised every document once, and has planned which
 pieces of which documents make up each row. This file puts the rows in an order that is known in
-advance (epoch_order), turns a row into inputs and targets (Rows and its subclasses), mixes several
-corpora (MixedRows), and divides the rows of a step among ranks and micro-batches (steps). The
-functions at the end open the rows of a corpus, and blend them with other rows. train/chat_rows.py
-opens the rows of a stage's conversations.
+advance (epoch_order), turns a row into inputs and targets (Rows and its subclasses), and divides
+the rows of a step among ranks and micro-batches (steps). The functions at the end open the rows of
+a corpus, and blend them with other rows; prepare/interleave.py mixes the rows of several sets.
+train/chat_rows.py opens the rows of a stage's conversations.
 
 A run resumes from a single integer: the index of the next row.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +26,7 @@ from nanochat.data.corpora import Split
 from nanochat.data.mixing import Data
 from nanochat.device import Compute
 from nanochat.prepare.documents import prepare_documents
+from nanochat.prepare.interleave import MixedRows
 from nanochat.prepare.plan import Plan, plan
 from nanochat.prepare.token_files import TokenSet
 from nanochat.tokenizer import Tokenizer
@@ -240,110 +241,6 @@ class PackedRows(Rows):
         tokens = self._token_set.parts[0].tokens
         for column, start, _ in self._segments(row):
             cells[column] = tokens[start - 1]
-
-
-class MixedRows:
-    """Several sets of rows interleaved into one endless sequence.
-
-    Of every sum(shares) rows, shares[k] come from set k. Row n depends only on n: of the n rows
-    before it, n * share // sum come from the last set, and the sets before it divide the remaining
-    rows in the same way. So in every stretch of rows each set has about its share, and the rows of
-    each set come in their own order, none skipped or repeated. All sets must have rows of the same
-    length.
-    """
-
-    def __init__(
-        self,
-        sources: "Sequence[Source]",
-        shares: Sequence[int],
-        count: int | None = None,
-        key: str = "",
-    ):
-        """Interleave `sources` in proportion to `shares`, which are positive integers.
-
-        `count` is the length of an epoch in rows; by default an epoch ends before any set begins
-        its second epoch. `key` names the sequence; by default it lists the keys of the sets and the
-        shares.
-        """
-        assert len(sources) == len(shares) and min(shares) > 0, "a share for each set"
-        assert len({source.row_tokens for source in sources}) == 1, "rows of one length are mixed"
-        self.sources = tuple(sources)
-        self.shares = tuple(shares)
-        self.row_tokens = sources[0].row_tokens
-        self.extras = sources[0].extras
-        sizes = [source.size for source in sources]
-        self.size = sum(sizes)
-        self._offsets = np.cumsum([0, *sizes]).tolist()
-        self.count = self._first_epoch() if count is None else count
-        self.key = key or self._default_key()
-
-    def _default_key(self) -> str:
-        keys = [source.key for source in self.sources]
-        shares = ":".join(map(str, self.shares))
-        return " ".join([*keys, shares])
-
-    def _rows_before_each(self, numbers: np.ndarray) -> np.ndarray:  # (sets, numbers) int64
-        """Return how many rows of each set come before each of the rows in `numbers`."""
-        remaining = numbers.astype(np.int64)
-        counts = []
-        for k in range(len(self.shares) - 1, -1, -1):
-            count = remaining * self.shares[k] // sum(self.shares[: k + 1])
-            counts.append(count)
-            remaining = remaining - count
-        return np.stack(counts[::-1])
-
-    def rows_before(self, number: int) -> list[int]:
-        """Return how many rows of each set come before row `number`."""
-        return self._rows_before_each(np.array([number]))[:, 0].tolist()
-
-    def _first_epoch(self) -> int:
-        """Return how many rows can be read before any set begins its second epoch."""
-        complete = 0  # this many rows all belong to first epochs
-        too_many = self.size + 1
-        while too_many - complete > 1:
-            middle = (complete + too_many) // 2
-            rows_read = zip(self.rows_before(middle), self.sources, strict=True)
-            if any(count > source.count for count, source in rows_read):
-                too_many = middle
-            else:
-                complete = middle
-        return complete
-
-    def plan_rows(self, first: int, count: int) -> np.ndarray:  # (count,) int64
-        """Return the indices, in the plans, of rows first .. first + count - 1 of the sequence.
-
-        The indices of set 1 continue after the last row of set 0, and so on; see Rows.plan_rows().
-        """
-        rows_before = self._rows_before_each(np.arange(first, first + count + 1))
-        plan_rows = np.empty(count, np.int64)
-        for source, offset, before in zip(self.sources, self._offsets, rows_before, strict=False):
-            from_source = np.diff(before) == 1
-            begin = int(before[0])
-            end = int(before[-1])
-            plan_rows[from_source] = source.plan_rows(begin, end - begin) + offset
-        return plan_rows
-
-    def targets_in(self, first: int, count: int) -> int:
-        """Return the number of targets in rows first .. first + count - 1, without ignored ones."""
-        begins = self.rows_before(first)
-        ends = self.rows_before(first + count)
-        targets = 0
-        for source, begin, end in zip(self.sources, begins, ends, strict=True):
-            targets += source.targets_in(begin, end - begin)
-        return targets
-
-    def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """Return (inputs, targets, *extras) of rows of the plans, int64 (B, T) each."""
-        shape = (len(plan_rows), self.row_tokens - 1)
-        count = 2 + len(self.sources[0].extras)  # inputs, targets and the extras
-        tensors = tuple(torch.empty(shape, dtype=torch.int64) for _ in range(count))
-        for source, offset in zip(self.sources, self._offsets, strict=False):
-            from_source = (plan_rows >= offset) & (plan_rows < offset + source.size)
-            source_tensors = source.batch(plan_rows[from_source] - offset)
-            positions = torch.from_numpy(from_source)
-            for tensor, source_tensor in zip(tensors, source_tensors, strict=True):
-                tensor[positions] = source_tensor
-        return tensors
 
 
 Source = Rows | MixedRows

@@ -17,10 +17,8 @@ The life of a request:
 
 import random
 import time
-import zlib
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +28,7 @@ from torch import Tensor
 from nanochat.common import UserError, appendix, required_appendix, tr
 from nanochat.generate.adapters import Adapters
 from nanochat.generate.adjust import History, adjuster
+from nanochat.generate.budget import PromptBudget
 from nanochat.generate.drafts import Drafts
 from nanochat.generate.graphs import DecodeGraphs
 from nanochat.generate.passes import Passes
@@ -42,13 +41,18 @@ from nanochat.generate.reply import (
     answer_marks,
     broken_model,
 )
-from nanochat.generate.sampling import Choice, Sampling, check_request, choose, uniform
+from nanochat.generate.sampling import (
+    Choice,
+    Sampling,
+    check_request,
+    choose,
+    sample_settings,
+    uniform,
+)
 from nanochat.generate.slots import CHUNK, Request, Slots
 from nanochat.model import Model
 from nanochat.platforms.base import Platform
 from nanochat.tokenizer import Tokenizer
-
-FEWEST_TOKENS = 16  # fewest prompt tokens to read in a step with running replies
 
 
 class Engine:
@@ -62,8 +66,8 @@ class Engine:
     turn, as they also do in any free slot. `adapters` are the adapters that requests may name.
     `graphs` is the platform of a device that can capture graphs; decoding passes are then replayed
     as one launch each where possible. `drafts` guesses tokens, so that one pass checks several.
-    `most_seconds` is how long a step may take while prompts are read beside running replies: fewer
-    prompt tokens are then read in a step, but at least 16 (FEWEST_TOKENS).
+    `most_seconds` is how long reading prompts may delay running replies in a step; see
+    PromptBudget.
     """
 
     def __init__(
@@ -118,9 +122,7 @@ class Engine:
         self.graphs = None if graphs is None else DecodeGraphs(model, cache, graphs, adapters)
         self._passes = Passes(model, cache, self.length, pad, adapters, self.graphs)
         self.drafts = drafts
-        self.most_seconds = most_seconds
-        self._shared_budget = prefill_tokens  # prompt tokens of a step with running replies
-        self._decode_seconds = 0.0  # time of the last step that read no prompt
+        self._beside_replies = PromptBudget(prefill_tokens, most_seconds)
         self._waiting: deque[Request] = deque()
         self._suspended: dict[int, Request] = {}  # by number
         self._next_request = 0
@@ -325,26 +327,14 @@ class Engine:
         of each ready request.
         """
         self._admit()
+        replies_run = self._slots.ready() > 0
+        budget = self._beside_replies.tokens if replies_run else self.prefill_tokens
         start = time.perf_counter()
-        delays = self._slots.ready() > 0
-        budget = self._shared_budget if delays else self.prefill_tokens
         prompts_read = self._prefill(budget)
         events = self._decode()
-        seconds = time.perf_counter() - start
-        if delays and prompts_read:
-            self._adapt_budget(seconds - self._decode_seconds)
-        elif delays:
-            self._decode_seconds = seconds
+        if replies_run:
+            self._beside_replies.note_step(time.perf_counter() - start, prompts_read)
         return events
-
-    def _adapt_budget(self, seconds: float) -> None:
-        """Halve or double the prompt tokens of later steps, after reading some took `seconds`."""
-        if self.most_seconds is None:
-            return
-        if seconds > self.most_seconds:
-            self._shared_budget = max(FEWEST_TOKENS, self._shared_budget // 2)
-        elif seconds < self.most_seconds / 4:
-            self._shared_budget = min(self.prefill_tokens, 2 * self._shared_budget)
 
     def _admit(self) -> None:
         """Give the free slots to the requests that have waited longest.
@@ -443,25 +433,13 @@ class Engine:
         states = self._slots.states(len(requests))
         logits = self._passes.check(self._slots.requests, chunks)
         starts = [request.cached for request in requests]
-        pending = [len(request.tokens) - request.cached for request in requests]
-        events: list[Event] = []
-        rows = list(range(len(requests)))  # the rows in which every token so far was right
-        column = 0
-        while rows:
-            events += self._advance([requests[row] for row in rows], logits[rows, column])
-            column += 1
-            ended = {event.request for event in events if event.finish}
-            right_rows = []
-            for row in rows:
-                was_fed = requests[row].number not in ended and column < len(chunks[row])
-                if was_fed and chunks[row][column] == requests[row].tokens[starts[row] + column]:
-                    right_rows.append(row)
-            rows = right_rows
+
+        def advance(rows: list[int], column: int) -> list[Event]:
+            return self._advance([requests[row] for row in rows], logits[rows, column])
+
         assert self.drafts is not None
-        for row, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
-            guessed = len(chunk) - pending[row]
-            right = request.cached - starts[row] - pending[row]
-            self.drafts.note(request, guessed, right)
+        events = self.drafts.check(requests, chunks, advance)
+        for row, chunk in enumerate(chunks):
             self._slots.take_back(row, starts[row], len(chunk), states)
         return events
 
@@ -578,25 +556,3 @@ class Engine:
         if request.generated == sampling.max_tokens or len(request.tokens) == self.length:
             return "length", None
         return None, None
-
-
-def sample_settings(
-    sampling: Sampling,
-    prompt: Sequence[int],
-    number: int,
-) -> Sampling:
-    """Return the settings of one sample of a prompt, which differ from `sampling` only in the seed.
-
-    The new seed depends only on the given seed, `number` (the sample's index) and the prompt.
-    """
-    return replace(sampling, seed=sample_seeds(sampling.seed, prompt, [number])[0])
-
-
-def sample_seeds(
-    seed: int,
-    prompt: Sequence[int],
-    numbers: Iterable[int],
-) -> list[int]:
-    """Return a seed for each sample index in `numbers`, from `seed`, the index and the prompt."""
-    prompt_digest = zlib.crc32(array("q", prompt).tobytes())
-    return [random.Random(f"{seed}/{number}/{prompt_digest}").getrandbits(63) for number in numbers]

@@ -20,7 +20,7 @@ from nanochat.cache import Cache
 from nanochat.common import UserError, tr
 from nanochat.context import Context
 from nanochat.linear import Embedding, Linear
-from nanochat.loss import chunked_loss, softcap, token_losses
+from nanochat.loss import Softcapped, chunked_loss, softcap, token_losses
 
 SMEAR_CHANNELS = 24  # leading channels of the embedding that the smear gate reads
 VALUE_GATE_CHANNELS = 12  # leading channels of a layer's input that the value gates read
@@ -304,6 +304,7 @@ class Head(Linear):
     def __init__(self, config: GPTConfig):
         super().__init__(config.n_embd, config.padded_vocab)
         self.vocab = config.vocab_size
+        self.criterion = Softcapped(self.vocab)
 
     def forward(
         self,
@@ -336,11 +337,11 @@ class Head(Linear):
         self, x: Tensor, targets: Tensor, weights: Tensor | None
     ) -> Tensor:  # (N, C), (N,), (N,) -> ()
         """Return the weighted sum of the losses of N tokens, in nats."""
-        return chunked_loss(x, self.weight, targets, self.vocab, weights, self.loss_tokens)
+        return chunked_loss(x, self.weight, targets, self.criterion, weights, self.loss_tokens)
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:  # (N, C), (N,) -> (N,)
         """Return the loss of each of N tokens, in nats."""
-        return token_losses(x, self.weight, targets, self.vocab, self.single_loss_tokens)
+        return token_losses(x, self.weight, targets, self.criterion, self.single_loss_tokens)
 
     @property
     def single_loss_tokens(self) -> int:

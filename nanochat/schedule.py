@@ -5,7 +5,6 @@ the ones that were fitted here.
 """
 
 import math
-from dataclasses import dataclass
 
 from nanochat.common import UserError, tr
 
@@ -13,64 +12,15 @@ REFERENCE_BATCH = 2**19  # tokens per step at which the learning rates were tune
 # parameters in the matrices and the head of the 12-layer reference at vocabulary 32,768
 REFERENCE_SCALING_PARAMETERS = 110_100_480
 
-# The meaning of `auto` in fine-tuning
-EPOCH_STEPS = 30  # least steps in an epoch, if the data has enough conversations
-READINGS = 2400  # conversations to read in a run; less data is read more than once
-MOST_EPOCHS = 8.0  # but no more times than this
-LONGEST_ROW = 2048  # tokens
-SHORTEST_ROW = 128  # tokens
-ROW_CONVERSATIONS = 4  # that a row holds, if they have the average length
-STEP_ROWS = 4  # rows in a step on little data
-MOST_STEP_ROWS = 32  # rows in a step on much data
-# Conversations or pairs in a step; fewer say more about themselves than about the data.
-LEAST_CONVERSATIONS = 4
-# Change this together with tuning_rate(), so that no run resumes under a different rule.
-TUNING_RATE_RULE = "by width and steps, beside own words"
+
+def steps_for_flops(flops: float, flops_per_token: int, tokens_per_step: int) -> int:
+    """Return the number of steps, at least 1, in which a run takes about `flops` FLOPs."""
+    return max(round(flops / (flops_per_token * tokens_per_step)), 1)
 
 
-@dataclass(frozen=True)
-class Horizon:
-    """The length of a run in steps, and the reason for it."""
-
-    steps: int
-    reason: str
-
-
-def horizon(
-    num_iterations: int | None,
-    target_flops: float | None,
-    target_param_data_ratio: float,
-    flops_per_token: int,
-    scaling_parameters: int,
-    tokens_per_step: int,
-) -> Horizon:
-    """Return the number of steps to train, and the reason for it.
-
-    It is `num_iterations` if that is given. Otherwise it follows from `target_flops`, or else from
-    `target_param_data_ratio`, the number of tokens per scaling parameter, and is at least 1. Raises
-    UserError (exit code 2) if `num_iterations` is below 1.
-    """
-    if num_iterations is not None:
-        if num_iterations < 1:
-            raise UserError(
-                tr(
-                    "num_iterations must be at least 1, got {num_iterations}",
-                    num_iterations=num_iterations,
-                ),
-                exit_code=2,
-            )
-        return Horizon(num_iterations, tr("given"))
-    if target_flops is not None:
-        steps = round(target_flops / (flops_per_token * tokens_per_step))
-        reason = tr(
-            "{target_flops:.3g} FLOPs at {flops_per_token:,} a token",
-            target_flops=target_flops,
-            flops_per_token=flops_per_token,
-        )
-    else:
-        steps = int(target_param_data_ratio * scaling_parameters // tokens_per_step)
-        reason = tr("{ratio:g} tokens per scaling parameter", ratio=target_param_data_ratio)
-    return Horizon(max(steps, 1), reason)
+def steps_for_ratio(ratio: float, scaling_parameters: int, tokens_per_step: int) -> int:
+    """Return the number of steps, at least 1, that read `ratio` tokens per scaling parameter."""
+    return max(int(ratio * scaling_parameters // tokens_per_step), 1)
 
 
 def batch_tokens(tokens: float, reference_tokens: float) -> int:
@@ -246,89 +196,6 @@ def micro_batches(
     rows = tokens_per_step // (row_tokens * world_size)
     per_pass = next(size for size in range(min(device_batch_size, rows), 0, -1) if rows % size == 0)
     return per_pass, rows // per_pass
-
-
-def tuning_row_tokens(tokens: int, conversations: int, longest: int, limit: int) -> int:
-    """Return the number of tokens in a fine-tuning row, a power of two unless `limit` caps it.
-
-    Small data sets get shorter rows, so that an epoch still has about EPOCH_STEPS steps (30) of
-    STEP_ROWS rows (4). Rows are never shorter than the longest conversation, nor than the largest
-    power of two below ROW_CONVERSATIONS (4) conversations of average length or SHORTEST_ROW (128
-    tokens), except that LONGEST_ROW (2,048 tokens) and `limit` cap them. `tokens` is the length of
-    all conversations together, and `longest` that of the longest one.
-    """
-    fitting = _power_below(max(tokens // (EPOCH_STEPS * STEP_ROWS), 1))
-    holding_longest = _power_above(max(longest, 1))
-    # A row of 128 tokens holds one conversation of 85, and a third of it is padding.
-    holding_several = _power_below(max(ROW_CONVERSATIONS * tokens // conversations, 1))
-    length = max(fitting, holding_longest, holding_several, SHORTEST_ROW)
-    return min(length, LONGEST_ROW, limit)
-
-
-def _power_below(value: int) -> int:
-    """Return the largest power of two that is at most `value`, which is at least 1."""
-    return 2 ** (value.bit_length() - 1)
-
-
-def _power_above(value: int) -> int:
-    """Return the smallest power of two that is at least `value`, which is at least 1."""
-    return 2 ** (value - 1).bit_length()
-
-
-def tuning_step_rows(rows: int, conversations: int) -> int:
-    """Return the number of rows in a fine-tuning step, a power of two.
-
-    It is at most 32 (MOST_STEP_ROWS), and leaves at least 30 steps to an epoch (EPOCH_STEPS) if the
-    data has that many rows. But a step always has enough rows to hold about four conversations
-    (LEAST_CONVERSATIONS) on average.
-    """
-    fitting = min(max(rows // EPOCH_STEPS, 1), MOST_STEP_ROWS)
-    least = max(round(LEAST_CONVERSATIONS * rows / conversations), 1)
-    return max(_power_below(fitting), _power_above(least))
-
-
-def tuning_epochs(conversations: int) -> float:
-    """Return how many times a fine-tuning run reads its data, which may be a fraction.
-
-    It is the number of times that makes 2,400 readings of conversations (READINGS), but at least 1
-    and at most 8 (MOST_EPOCHS).
-    """
-    return min(max(READINGS / conversations, 1.0), MOST_EPOCHS)
-
-
-def first_tuning_rate(adapter: bool, preferences: bool) -> float:
-    """Return the learning rate that earlier versions used, for resuming their runs."""
-    rate = 1e-4 if adapter else 1e-5
-    return 0.05 * rate if preferences else rate
-
-
-def tuning_rate(
-    width: int, steps: int, adapter: bool, preferences: bool, own_words: bool = True
-) -> float:
-    """Return the peak learning rate of AdamW for fine-tuning a model of `width` channels.
-
-    At 576 channels and up to 400 steps it is 2e-3 for an adapter and 1e-4 when every parameter is
-    trained. Wider models take smaller rates: a step changes the output of a matrix in proportion to
-    its width, and the output of an adapter less so. Longer runs take smaller rates, down to half at
-    1,600 steps, because each step needs to move less. DPO (`preferences`) takes a twentieth: its
-    loss has no floor, and large steps move far away from the reference model. At 4,096 channels the
-    rates are 1.7e-4 and 1.4e-5, as is usual for models of 7 billion parameters.
-
-    The rates were fitted at 192 and 576 channels, on 300 conversations beside the model's own words
-    (train/replay.py), which allow higher rates than the data alone; dev/LOG.md has the figures.
-    Without `own_words`, an adapter takes a quarter of its rate, and every parameter half.
-    """
-    if adapter:
-        rate = 2e-3 * (576 / width) ** 1.25
-    else:
-        rate = 1e-4 * (576 / width) ** (1 if width > 576 else 2)
-    for_length = (400 / max(steps, 1)) ** 0.5
-    rate *= min(max(for_length, 0.5), 1.0)
-    if preferences:
-        return 0.05 * rate
-    if not own_words:
-        return rate / 4 if adapter else rate / 2
-    return rate
 
 
 def expected_seconds(tokens: float, flops_per_token: int, peak: float, mfu: float) -> float:

@@ -5,9 +5,6 @@ special tokens that mark who speaks. The whole vocabulary is one file, tokenizer
 chooses the library that learns and applies the merges.
 """
 
-import base64
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +13,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from nanochat.common import UserError, base_dir, read_json, tr, write_atomic, write_json
-from nanochat.data import bpe
+from nanochat.common import UserError, base_dir, tr, write_atomic, write_json
+from nanochat.data import bpe, tokenizer_file
 from nanochat.data.conversation import Conversation, Message, user
 from nanochat.data.limits import cores
+from nanochat.data.tokenizer_file import FILE_NAME
 
 # The patterns that cut text into pieces before merging. A pattern added here is accepted by
 # `--pattern NAME`. It must match every character of any text, which a test checks.
@@ -56,14 +54,8 @@ ROLES = (
     "output_end",
 )
 
-FORMAT = "nanochat-tokenizer"
-VERSION = 1
-FILE_NAME = "tokenizer.json"
 BYTES = 256
 MOST_TOKENS = (1 << 31) - 1  # the largest vocabulary that rustbpe can number
-# The largest sum of the squared lengths of all tokens in a file: to find how a token was merged takes
-# time in proportion to its square. A vocabulary of 100,000 usual tokens has a thousandth of it.
-MOST_MERGING = 2e10
 # The longest text that is encoded in one call, in characters. This file cuts longer texts first,
 # whichever encoder is used. fancy-regex, which tiktoken and the published rustbpe use, keeps one
 # backtracking entry per character of a run of spaces, and gives up near a million. Only the pieces
@@ -122,7 +114,7 @@ class Tokenizer:
         self.bos = self._ids["bos"]
         self.stops = frozenset({self._ids["assistant_end"], self.bos})  # each of them ends a reply
         self.border: int | None = self._ids["user_start"]  # conversations may be cut at it
-        self.hash = _digest(self._content())
+        self.hash = tokenizer_file.digest(self._content())
         self._encoder = bpe.encoder(ranks, regex)
         self._bytes = dict(enumerate(ranks))
         for role, token in self._ids.items():
@@ -193,15 +185,10 @@ class Tokenizer:
             "Delete the file and train the tokenizer again: {train_command}",
             train_command=train_command,
         )
-        content = _read_content(path, remedy)
-        try:
-            ranks = [base64.b64decode(token, validate=True) for token in content["ranks"]]
-            _check_lengths(ranks)
+        content = tokenizer_file.read(path, remedy)
+        with tokenizer_file.refuses_damage(path, remedy):
+            ranks = tokenizer_file.ranks_in(content)
             return cls(ranks, content["pattern"], content["regex"], content["specials"])
-        except UserError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError) as failure:
-            raise _damaged(path, repr(failure), remedy) from failure
 
     def export(self, folder: Path) -> list[Path]:
         """Write the vocabulary in the formats of other libraries, and return the paths.
@@ -222,15 +209,8 @@ class Tokenizer:
         return list(contents)
 
     def _content(self) -> dict[str, Any]:
-        """Return a dict of everything that defines this vocabulary; `hash` is its digest."""
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "pattern": self.pattern,
-            "regex": self.regex,
-            "specials": self._spellings,
-            "ranks": [base64.b64encode(token).decode() for token in self._ranks],
-        }
+        """Return everything that defines this vocabulary; `hash` is its digest."""
+        return tokenizer_file.content(self.pattern, self.regex, self._spellings, self._ranks)
 
     # --- text ------------------------------------------------------------------------------------
 
@@ -383,7 +363,7 @@ class Tokenizer:
         """
 
 
-# --- checks of vocabularies ----------------------------------------------------------------------
+# --- checks of settings --------------------------------------------------------------------------
 
 
 def _check_request(vocab_size: int, pattern: str) -> None:
@@ -421,60 +401,6 @@ def _check_request(vocab_size: int, pattern: str) -> None:
             ),
             exit_code=2,
         )
-
-
-def _read_content(path: Path, remedy: str) -> dict[str, Any]:
-    """Return what tokenizer.json holds, once its format and its hash have been checked.
-
-    Raises UserError, which tells the `remedy`, if the file is damaged or of another format.
-    """
-    try:
-        content = read_json(path)
-        expected_hash = content.pop("sha256")
-        saved_format = (content["format"], content["version"])
-    except UserError as failure:
-        raise _damaged(path, str(failure.__cause__), remedy) from failure
-    except (KeyError, TypeError, AttributeError) as failure:
-        raise _damaged(path, repr(failure), remedy) from failure
-    if saved_format != (FORMAT, VERSION):
-        raise UserError(
-            tr(
-                "{path} has format {saved_format} {saved_version}, but this program reads "
-                "{format} {version}. {remedy}",
-                path=path,
-                saved_format=saved_format[0],
-                saved_version=saved_format[1],
-                format=FORMAT,
-                version=VERSION,
-                remedy=remedy,
-            )
-        )
-    if _digest(content) != expected_hash:
-        cause = tr(
-            "its content does not have the SHA-256 {expected_hash}", expected_hash=expected_hash
-        )
-        raise _damaged(path, cause, remedy)
-    return content
-
-
-def _check_lengths(ranks: Sequence[bytes]) -> None:
-    """Raise ValueError if it would take too long to find how the tokens were merged."""
-    if sum(len(token) ** 2 for token in ranks) > MOST_MERGING:
-        longest = max(map(len, ranks))
-        raise ValueError(
-            tr("its tokens are too long, the longest has {longest:,} bytes", longest=longest)
-        )
-
-
-def _damaged(path: Path, cause: str, remedy: str) -> UserError:
-    return UserError(
-        tr("{path} is damaged: {cause}. {remedy}", path=path, cause=cause, remedy=remedy)
-    )
-
-
-def _digest(content: dict[str, Any]) -> str:
-    """Return the SHA-256 of a vocabulary's content, whatever the layout of the file."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 # --- texts and turns -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from nanochat import dataloader, schedule
 from nanochat.checkpoint_manager.families import on_meta
-from nanochat.common import log, tr
+from nanochat.common import log
 from nanochat.data.corpora import dropped_summary
 from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
@@ -23,30 +23,13 @@ from nanochat.train.flags import (
     Free,
     Rare,
     RunFlags,
+    ScheduleFlags,
     ShapeFlags,
     check_ranges,
 )
 from nanochat.train.setup import set_matmul, set_up
 from nanochat.train.validation import Validation, validation_line
 from tasks.needs import warn_of_missing
-
-
-@dataclass(frozen=True)
-class ScheduleFlags:
-    """The length of the run, and the course of its learning rate."""
-
-    num_iterations: int | None = None
-    """number of steps; overrides target_flops and target_param_data_ratio"""
-    target_flops: Rare[float | None] = None
-    """train for this many FLOPs; overrides target_param_data_ratio"""
-    target_param_data_ratio: float = 12.0
-    """train on this many tokens per parameter of the matrices and the head"""
-    warmup_steps: Rare[int | None] = None
-    """steps over which the learning rate rises; default: 40, or a twentieth of a short run"""
-    warmdown_ratio: float = 0.65
-    """fraction of the run, at its end, over which the learning rate falls"""
-    final_lr_frac: Rare[float] = 0.05
-    """learning rate at the end, as a fraction of its peak"""
 
 
 @dataclass(frozen=True)
@@ -99,23 +82,7 @@ def train(cfg: Config, compute: Compute) -> None:
     batch = sizes.batch(
         cfg.batch, shape, size.parameters, corpus.name, compute, tokens, folder.begun_rows
     )
-    horizon = schedule.horizon(
-        cfg.schedule.num_iterations,
-        cfg.schedule.target_flops,
-        cfg.schedule.target_param_data_ratio,
-        size.flops_per_token,
-        size.scaling_parameters,
-        batch.tokens_per_step,
-    )
-    steps = horizon.steps
-    log(
-        tr(
-            "horizon: {steps:,} steps, {tokens:,} tokens ({reason})",
-            steps=steps,
-            tokens=steps * batch.tokens_per_step,
-            reason=horizon.reason,
-        )
-    )
+    steps = cfg.schedule.steps(size.flops_per_token, size.scaling_parameters, batch.tokens_per_step)
 
     # Documents are tokenised once; a row is a pure function of (seed, row index)
     rows = dataloader.split_rows(corpus, tokenizer, "train", shape.sequence_len, cfg.run.seed)

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nanochat import schedule
 from nanochat.checkpoint_manager.files import latest_step
 from nanochat.checkpoint_manager.locate import checkpoint_dir, find_parent
 from nanochat.common import UserError, log, tr
@@ -34,7 +33,7 @@ from nanochat.rl.trees import model_arguments, over_trees
 from nanochat.run import Plan, Run, launch, load_parent, open_folder
 from nanochat.step import NO_UPDATE
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import sizes
+from nanochat.train import sizes, tuning_rules
 from nanochat.train.flags import Auto, Epochs, Free, Rare, RunFlags, StageFlags, check_ranges
 from nanochat.train.samples import Graded
 from nanochat.train.setup import set_up
@@ -63,7 +62,7 @@ class AdapterFlags:
         """Return the peak learning rate for `steps` steps of a model with `width` channels."""
         if self.learning_rate != "auto":
             return self.learning_rate
-        return schedule.tuning_rate(width, steps, adapter, preferences=True)
+        return tuning_rules.tuning_rate(width, steps, adapter, preferences=True)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from nanochat.platforms.base import dtype_name
 from nanochat.prepare.conversations import conversation_lengths
 from nanochat.prepare.plan import TooLong
 from nanochat.run import Plan, Run, launch, open_folder
-from nanochat.train import replay, sizes
+from nanochat.train import replay, sizes, tuning_rules
 from nanochat.train.chat_rows import chat_rows
 from nanochat.train.fit import probe
 from nanochat.train.flags import (
@@ -218,8 +218,8 @@ class Config:
         adapter = self.adapter.lora_rank > 0
         preferences = self.objective.loss == "dpo"
         if rule == FIRST_RATE_RULE:
-            return schedule.first_tuning_rate(adapter, preferences)
-        rate = schedule.tuning_rate(width, steps, adapter, preferences, own_words)
+            return tuning_rules.first_tuning_rate(adapter, preferences)
+        rate = tuning_rules.tuning_rate(width, steps, adapter, preferences, own_words)
         trained = tr("an adapter") if adapter else tr("every parameter")
         log(
             tr(
@@ -276,7 +276,7 @@ def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
         return cfg.max_length
     lengths = conversation_lengths("tune", conversations, base.tokenizer, conversations.together)
     total, longest = int(lengths.sum()), int(lengths.max())
-    length = schedule.tuning_row_tokens(
+    length = tuning_rules.tuning_row_tokens(
         total, len(lengths), longest, base.model.config.sequence_len
     )
     log(
@@ -326,7 +326,7 @@ def train(cfg: Config, compute: Compute) -> None:
     lora = cfg.adapter.shape
     preference = cfg.objective.preference
     earlier = begun != {} and HELD_OUT_FACT not in begun
-    rule = FIRST_RATE_RULE if begun and RATE_FACT not in begun else schedule.TUNING_RATE_RULE
+    rule = FIRST_RATE_RULE if begun and RATE_FACT not in begun else tuning_rules.TUNING_RATE_RULE
     max_length = None if cfg.max_length == "auto" else cfg.max_length
     passages = read_passages(cfg.general_text)
     base = open_base(cfg.model, max_length, lora, compute, cfg.run.seed, cfg.adapter.base_bits)

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from nanochat.engine import Completion, Engine, sample_settings
+from nanochat.engine import Completion, Engine
 from nanochat.generate import slots
-from nanochat.generate.sampling import Sampling
+from nanochat.generate.sampling import Sampling, sample_settings
 from nanochat.generate.slots import MIN_PREFIX, STATE_INTERVAL, common_prefix
 from nanochat.gpt import GPT
 from tests.support.recurrent_model import Recurrent

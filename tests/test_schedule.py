@@ -6,7 +6,6 @@ import pytest
 
 from nanochat import schedule
 from nanochat.common import UserError
-from nanochat.schedule import Horizon
 
 MILLION = 10**6
 
@@ -14,30 +13,17 @@ MILLION = 10**6
 # --- how long ------------------------------------------------------------------------------------
 
 
-def test_the_horizon_is_what_was_given_first() -> None:
-    assert schedule.horizon(7, 1e18, 12, MILLION, MILLION, 4096) == Horizon(7, "given")
-
-
 def test_the_horizon_of_a_flop_budget() -> None:
     """3e12 FLOPs at 1e6 a token are 3e6 tokens: 300 steps of 10,000."""
-    assert schedule.horizon(None, 3e12, 12, MILLION, MILLION, 10_000).steps == 300
-    assert schedule.horizon(None, 1.0, 12, MILLION, MILLION, 10_000).steps == 1
+    assert schedule.steps_for_flops(3e12, MILLION, 10_000) == 300
+    assert schedule.steps_for_flops(1.0, MILLION, 10_000) == 1
 
 
 def test_the_horizon_of_tokens_per_parameter() -> None:
     """12 tokens for each of 1e6 parameters: 1,200 steps of 10,000, 1,171 whole ones of 10,240."""
-    assert schedule.horizon(None, None, 12, MILLION, MILLION, 10_000) == Horizon(
-        1200, "12 tokens per scaling parameter"
-    )
-    assert schedule.horizon(None, None, 12, MILLION, MILLION, 10_240).steps == 1171
-    assert schedule.horizon(None, None, 0.001, MILLION, MILLION, 10_240).steps == 1
-
-
-@pytest.mark.parametrize("steps", [0, -1])
-def test_a_run_of_no_steps_is_refused(steps: int) -> None:
-    with pytest.raises(UserError, match=f"num_iterations must be at least 1, got {steps}") as refused:
-        schedule.horizon(steps, None, 12, MILLION, MILLION, 4096)
-    assert refused.value.exit_code == 2
+    assert schedule.steps_for_ratio(12, MILLION, 10_000) == 1200
+    assert schedule.steps_for_ratio(12, MILLION, 10_240) == 1171
+    assert schedule.steps_for_ratio(0.001, MILLION, 10_240) == 1
 
 
 # --- how large -----------------------------------------------------------------------------------
@@ -176,70 +162,3 @@ def test_matrices_go_further_in_a_step_of_a_short_run(steps: int, factor: float)
 @pytest.mark.parametrize(("steps", "beta"), [(1, 0.0), (200, 0.0), (400, 0.5), (1000, 0.8), (100_000, 0.8)])
 def test_tables_average_over_a_small_part_of_a_short_run(steps: int, beta: float) -> None:
     assert schedule.table_momentum(steps) == pytest.approx(beta)
-
-
-# --- fine-tuning ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("tokens", "conversations", "longest", "limit", "length"),
-    [
-        (18_000, 600, 300, 40_960, 512),  # rows hold the longest
-        (18_000, 600, 9_000, 40_960, 2048),  # which is cut
-        (24_300, 300, 85, 40_960, 256),  # three of 81 tokens; a row of 128 would hold one
-        (300_000, 9_000, 90, 40_960, 2048),
-        (10**9, 10**7, 90, 40_960, 2048),
-        (10**9, 10**7, 90, 256, 256),  # the model's context
-        (1, 1, 1, 40_960, 128),
-    ],
-)
-def test_rows_of_little_data_are_short_and_hold_the_longest_conversation_and_several_others(
-    tokens: int, conversations: int, longest: int, limit: int, length: int
-) -> None:
-    assert schedule.tuning_row_tokens(tokens, conversations, longest, limit) == length
-
-
-@pytest.mark.parametrize(
-    ("rows", "conversations", "step"),
-    [
-        (140, 270, 4),  # 35 steps
-        (60, 300, 2),
-        (60, 60, 4),  # four conversations at least
-        (8, 300, 1),
-        (31, 108, 1),  # about four
-        (960, 9_000, 32),
-        (10**6, 10**7, 32),
-    ],
-)
-def test_a_step_leaves_thirty_steps_to_an_epoch_or_has_four_conversations(
-    rows: int, conversations: int, step: int
-) -> None:
-    assert schedule.tuning_step_rows(rows, conversations) == step
-
-
-@pytest.mark.parametrize(("conversations", "epochs"), [(5, 8), (300, 8), (600, 4), (1600, 1.5), (9_000, 1)])
-def test_few_conversations_are_read_several_times(conversations: int, epochs: float) -> None:
-    assert schedule.tuning_epochs(conversations) == epochs
-
-
-@pytest.mark.parametrize(
-    ("width", "steps", "adapter", "full"),
-    [
-        (576, 400, 2e-3, 1e-4),
-        (576, 9_000, 1e-3, 5e-5),
-        (192, 100, 7.9e-3, 9e-4),
-        (4096, 100, 1.72e-4, 1.41e-5),
-    ],
-)
-def test_narrow_models_and_short_runs_are_tuned_at_higher_rates(
-    width: int, steps: int, adapter: float, full: float
-) -> None:
-    for trains_adapter, rate in ((True, adapter), (False, full)):
-        assert schedule.tuning_rate(width, steps, trains_adapter, False) == pytest.approx(rate, rel=0.01)
-        assert schedule.tuning_rate(width, steps, trains_adapter, True) == pytest.approx(rate / 20, rel=0.01)
-
-
-def test_without_own_words_rates_are_lower() -> None:
-    for adapter, divisor in ((True, 4), (False, 2)):
-        with_words, without = (schedule.tuning_rate(576, 400, adapter, False, words) for words in (True, False))
-        assert with_words == divisor * without

@@ -19,7 +19,7 @@ import tiktoken
 
 from nanochat import tokenizer as module
 from nanochat.common import UserError
-from nanochat.data import bpe
+from nanochat.data import bpe, tokenizer_file
 from nanochat.data.conversation import Conversation, Part, assistant, chat, system, user
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer, tokenizer_dir
 from tests.rustbpe.test_rustbpe import PUBLISHED, slow_ranks
@@ -298,6 +298,6 @@ def test_a_file_with_an_endless_token_is_refused_at_once(tmp_path):
     content = json.loads(path.read_text())
     content["ranks"].append(base64.b64encode(b"ab" * 500_000).decode())
     content.pop("sha256")
-    path.write_text(json.dumps({**content, "sha256": module._digest(content)}))
+    path.write_text(json.dumps({**content, "sha256": tokenizer_file.digest(content)}))
     with pytest.raises(UserError, match="the longest has 1,000,000 bytes"):
         Tokenizer.load(tmp_path)

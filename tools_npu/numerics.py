@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanochat.attention import cache_mask
-from nanochat.loss import chunked_loss
+from nanochat.loss import Softcapped, chunked_loss
 from nanochat.platforms.ascend.platform import Ascend
 from nanochat.platforms.base import requested_kernels
 from nanochat.platforms.operations import Operations
@@ -223,7 +223,7 @@ def loss(dtype: torch.dtype) -> float:
             x,
             weight,
             card_targets,
-            250,
+            Softcapped(250),
             chunk=32,
         )
 

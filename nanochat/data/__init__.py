@@ -10,7 +10,8 @@ prepare/ turns its documents into tokens. Read in this order:
                     holds the settings that suit a corpus
 4. sources/         the sources of documents: published corpora, lists of addresses, your files
 5. tinyworld/       the embedded corpus, made on this machine
-6. bpe.py           byte pair encoding: learns merges and applies them, for tokenizer.py
+6. bpe.py           byte pair encoding: learns merges and applies them, for tokenizer.py;
+                    tokenizer_file.py reads and checks tokenizer.json
 7. locks.py         keeps two processes from writing the same file at once
 8. calculator.py    the calculator that a model can call in a chat
 """

@@ -21,14 +21,14 @@ def memory_left() -> int | None:
 
     Cached pages that can be given back count as left.
     """
-    left = [
+    free_bytes = [
         max(limit - used + cached, 0)
         for folder in _folders("memory")
         if (limit := _first(folder, "memory.max", "memory.limit_in_bytes")) is not None
         and (used := _first(folder, "memory.current", "memory.usage_in_bytes")) is not None
         and (cached := _cached(folder)) is not None
     ]
-    return min(left, default=None)
+    return min(free_bytes, default=None)
 
 
 def memory_limit() -> int | None:

@@ -6,6 +6,7 @@ passes.py    runs new tokens through the model, and computes the scores of promp
 sampling.py  the settings of a request, and the choice of tokens by them;
              adjust.py changes logits before that
 reply.py     the events of a reply, and what its tokens mean: text, calculator calls, stop strings
+budget.py    limits the prompt tokens of a step, so that running replies do not stall
 drafts.py    guesses tokens, so that one pass checks several of them
 adapters.py  serves several adapters (LoRA) with one model
 schema/      keeps replies within a JSON schema

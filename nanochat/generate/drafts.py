@@ -7,12 +7,13 @@ and SmallerModel what a smaller model of the same tokenizer would say.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from nanochat.common import UserError, tr
+from nanochat.generate.reply import Event
 from nanochat.generate.slots import Request
 from nanochat.tokenizer import Tokenizer
 
@@ -61,25 +62,58 @@ class Drafts:
 
         `room` is how many tokens the cache can take in every row.
         """
-        most = min(MOST_TOKENS // len(requests), room)
-        if most < min(SHORT, room) or any(request.grammar for request in requests):
+        max_columns = min(MOST_TOKENS // len(requests), room)
+        if max_columns < min(SHORT, room) or any(request.grammar for request in requests):
             return None
         pending = [request.tokens[request.cached :] for request in requests]
         counts = []
         for request, tokens in zip(requests, pending, strict=True):
             record = self._records.setdefault(request, Record())
-            columns = min(LONG if record.streak >= STREAK else SHORT, most)
-            left = request.sampling.max_tokens - request.generated - 1
-            count = max(0, min(columns - len(tokens), left))
+            columns = min(LONG if record.streak >= STREAK else SHORT, max_columns)
+            remaining = request.sampling.max_tokens - request.generated - 1
+            count = max(0, min(columns - len(tokens), remaining))
             counts.append(0 if record.pause else count)
             record.pause = max(0, record.pause - 1)
         guesses = self._guesser.guess(requests, counts) if any(counts) else [[] for _ in requests]
         if not any(guesses) and max(map(len, pending)) == 1:
             return None
         pairs = zip(pending, guesses, strict=True)
-        return [[*tokens, *guess][:most] for tokens, guess in pairs]
+        return [[*tokens, *guess][:max_columns] for tokens, guess in pairs]
 
-    def note(self, request: Request, guessed: int, right: int) -> None:
+    def check(
+        self,
+        requests: Sequence[Request],
+        chunks: Sequence[Sequence[int]],
+        advance: Callable[[list[int], int], list[Event]],
+    ) -> list[Event]:
+        """Return the events of tokens that were fed together, up to each row's first wrong guess.
+
+        chunks[i] are the tokens that requests[i] was fed: pending ones, then guesses. The engine's
+        `advance(rows, column)` counts the token in a column of some rows, and draws the tokens that
+        follow it.
+        """
+        starts = [request.cached for request in requests]
+        pending = [len(request.tokens) - request.cached for request in requests]
+        events: list[Event] = []
+        rows = list(range(len(requests)))  # the rows in which every token so far was right
+        column = 0
+        while rows:
+            events += advance(rows, column)
+            column += 1
+            ended = {event.request for event in events if event.finish}
+            right_rows = []
+            for row in rows:
+                was_fed = requests[row].number not in ended and column < len(chunks[row])
+                if was_fed and chunks[row][column] == requests[row].tokens[starts[row] + column]:
+                    right_rows.append(row)
+            rows = right_rows
+        for row, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
+            guessed = len(chunk) - pending[row]
+            right = request.cached - starts[row] - pending[row]
+            self._note(request, guessed, right)
+        return events
+
+    def _note(self, request: Request, guessed: int, right: int) -> None:
         """Count how many of the tokens guessed for a request were right, and adapt to it."""
         if guessed <= 0:
             return

@@ -2,7 +2,9 @@
 
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+import zlib
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -264,6 +266,28 @@ def chat_drawing(
 
 
 # --- choosing ------------------------------------------------------------------------------------
+
+
+def sample_settings(
+    sampling: Sampling,
+    prompt: Sequence[int],
+    number: int,
+) -> Sampling:
+    """Return the settings of one sample of a prompt, which differ from `sampling` only in the seed.
+
+    The new seed depends only on the given seed, `number` (the sample's index) and the prompt.
+    """
+    return replace(sampling, seed=sample_seeds(sampling.seed, prompt, [number])[0])
+
+
+def sample_seeds(
+    seed: int,
+    prompt: Sequence[int],
+    numbers: Iterable[int],
+) -> list[int]:
+    """Return a seed for each sample index in `numbers`, from `seed`, the index and the prompt."""
+    prompt_digest = zlib.crc32(array("q", prompt).tobytes())
+    return [random.Random(f"{seed}/{number}/{prompt_digest}").getrandbits(63) for number in numbers]
 
 
 def uniform(generator: random.Random) -> float:

@@ -11,7 +11,7 @@ from nanochat.planner.cards import rates_of
 from nanochat.planner.forecast import Tuning, forecast
 from nanochat.planner.tuning_speed import program_for, step_of
 from nanochat.runtime import parallel
-from nanochat.schedule import MOST_STEP_ROWS
+from nanochat.train.tuning_rules import MOST_STEP_ROWS
 
 QWEN15: dict[str, Any] = {"vocab_size": 151_936, "tied": 0, "qkv_bias": 1, "qk_norm": 0}
 QWEN35: dict[str, Any] = {

@@ -20,7 +20,7 @@ from nanochat.planner.cards import Rates
 from nanochat.planner.forecast import Memory, Tuning
 from nanochat.planner.programs import COMPILED, FUSED, program_of
 from nanochat.planner.work import Program, Traffic
-from nanochat.schedule import MOST_STEP_ROWS
+from nanochat.train.tuning_rules import MOST_STEP_ROWS
 
 ADAM_BYTES = 28  # that AdamW moves in a step, for each trained parameter
 ADAM_OPERATORS = 60
@@ -214,11 +214,11 @@ def step_of(tuning: Tuning, rows_of_step: int, rates: Rates, program: Program) -
 
     shards = min(tuning.ranks, rates.server)
     servers = math.ceil(tuning.ranks / shards)
-    others = (shards - 1) / shards
+    remote_share = (shards - 1) / shards
     gather = 0.0
     if tuning.shard == "full":  # in 16 bits, before the forward and before the backward pass
-        gather = 4 * counts.total * others / rates.link
-    exchange = 6 * counts.trained * others / rates.link
+        gather = 4 * counts.total * remote_share / rates.link
+    exchange = 6 * counts.trained * remote_share / rates.link
     exchange += 8 * counts.trained / shards * (servers - 1) / servers / rates.network
     adam = ADAM_BYTES * counts.trained / shards / rates.vector
     passes = rows_of_step // tuning.rows
@@ -242,9 +242,9 @@ def with_fitting_rows(tuning: Tuning, memory: Memory, budget: float) -> Tuning:
 
     `memory` is that of one row. More rows are taken to need as much again, except for the state.
     """
-    most = rows_of_step(tuning.ranks)
+    all_rows = rows_of_step(tuning.ranks)
     rows = 1
-    while most % (2 * rows) == 0:
+    while all_rows % (2 * rows) == 0:
         if memory.state + 2 * rows * (memory.peak - memory.state) > budget:
             break
         rows *= 2

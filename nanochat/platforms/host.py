@@ -70,8 +70,8 @@ def memory_free() -> int:
     except (OSError, StopIteration):
         # Not Linux: cached pages cannot be distinguished from used ones.
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    left = limits.memory_left()
-    return free if left is None else min(free, left)
+    allowed = limits.memory_left()
+    return free if allowed is None else min(free, allowed)
 
 
 def _number(path: Path, key: str) -> int:

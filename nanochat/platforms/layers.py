@@ -178,7 +178,7 @@ class OperatorHead(Head):
             x,
             self.weight,
             targets,
-            vocab=self.vocab,
+            self.criterion,
             weights=weights,
             chunk=self.loss_tokens,
         )
@@ -189,7 +189,7 @@ class OperatorHead(Head):
             x,
             self.weight,
             targets,
-            vocab=self.vocab,
+            self.criterion,
             chunk=self.single_loss_tokens,
         )
 

@@ -19,7 +19,7 @@ from nanochat.attention import PlainAttention
 from nanochat.context import Context
 from nanochat.gpt import offset_keys, rms_norm, rotary_tables, rotate
 from nanochat.linear import Linear
-from nanochat.loss import ChunkLoss
+from nanochat.loss import Criterion
 from nanochat.muon import MuonArithmetic
 from nanochat.platforms.together import HasUnits, restore
 
@@ -346,36 +346,34 @@ class Operations(PlainAttention):
         x: Tensor,  # (N, C) normed activations
         head: Tensor,  # (V', C) fp32 master
         targets: Tensor,  # (N,) token ids, -1 = ignored
-        vocab: int,
+        criterion: Criterion,
         weights: Tensor | None,  # (N,) weight of each token's loss
         chunk: int,
-        capped: bool = True,
     ) -> Tensor:  # () fp32
         """Return the weighted sum of the tokens' losses in nats; see loss.chunked_loss."""
         x, targets, weights = self.with_targets(x, targets, weights)
-        chunk_loss = self.chunk_loss(x, vocab, capped)
-        return loss.chunked_loss(x, head, targets, vocab, weights, chunk, capped, chunk_loss)
+        criterion = self.fused(criterion, x)
+        return loss.chunked_loss(x, head, targets, criterion, weights, chunk)
 
     def token_losses(
         self,
         x: Tensor,  # (N, C) normed activations
         head: Tensor,  # (V', C) fp32 master
         targets: Tensor,  # (N,) token ids, -1 = ignored
-        vocab: int,
+        criterion: Criterion,
         chunk: int,
-        capped: bool = True,
     ) -> Tensor:  # (N,) fp32 nats, 0 if ignored
         """Return the loss of each token; see loss.token_losses."""
-        chunk_loss = self.chunk_loss(x, vocab, capped)
+        criterion = self.fused(criterion, x)
         rows = self.rows_with_targets(targets)
         if rows is None:
-            return loss.token_losses(x, head, targets, vocab, chunk, capped, chunk_loss)
-        losses = loss.token_losses(x[rows], head, targets[rows], vocab, chunk, capped, chunk_loss)
+            return loss.token_losses(x, head, targets, criterion, chunk)
+        losses = loss.token_losses(x[rows], head, targets[rows], criterion, chunk)
         return losses.new_zeros(len(targets)).index_copy(0, rows, losses)
 
-    def chunk_loss(self, x: Tensor, vocab: int, capped: bool) -> ChunkLoss | None:
-        """Return what computes the losses of a chunk of x (N, C), or None for plain torch."""
-        return None
+    def fused(self, criterion: Criterion, x: Tensor) -> Criterion:  # x: (N, C)
+        """Return a criterion that computes the same losses of x faster, or `criterion` itself."""
+        return criterion
 
     def with_targets(
         self,

@@ -101,10 +101,9 @@ class OperatorVocabulary(Vocabulary):
             x,
             self.weight,
             targets,
-            vocab=self.shape[0],
+            self.criterion,
             weights=weights,
             chunk=self.chunk,
-            capped=False,
         )
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:  # (N, C), (N,) -> (N,)
@@ -114,9 +113,8 @@ class OperatorVocabulary(Vocabulary):
                 x,
                 self.weight,
                 targets,
-                vocab=self.shape[0],
+                self.criterion,
                 chunk=self.chunk,
-                capped=False,
             )
         losses = []
         chunks = zip(x.split(self.chunk), targets.split(self.chunk), strict=True)

@@ -9,7 +9,8 @@ nanochat.prepare`. Read in this order:
 3. token_files.py    writes, memory-maps and checks token files, and describes their format
 4. packing.py        best fit: decides which pieces of documents make up each row
 5. plan.py           makes that packing plan for a set of tokens, and saves it beside them
-6. clean.py          leaves out near-duplicates (minhash.py) and documents with passages of
+6. interleave.py    mixes the rows of several corpora into one sequence
+7. clean.py          leaves out near-duplicates (minhash.py) and documents with passages of
                      evaluations (overlap.py), on request
 
 dataloader.py reads the result.

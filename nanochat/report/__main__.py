@@ -136,8 +136,8 @@ def measure(name: str) -> str:
         "training loss, first step": tr("training loss, first step"),
         "training loss, last step": tr("training loss, last step"),
     }
-    whole, separator, domain = name.partition(": ")
-    return f"{names.get(whole, whole)}{separator}{domain}"
+    measure, separator, domain = name.partition(": ")
+    return f"{names.get(measure, measure)}{separator}{domain}"
 
 
 def _total_cost(total: Mapping[str, float]) -> str:

@@ -24,8 +24,8 @@ FEWEST_REPLIES = 8  # a function that fails for all of fewer replies may be righ
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of the reward: its weight, and the function that computes it.
+class Term:
+    """A term of the reward: its weight, and the function that computes it.
 
     `file` is None for the right answer.
     """
@@ -36,12 +36,12 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The part as --reward names it, without its weight."""
+        """The term as --reward names it, without its weight."""
         return ANSWER if self.file is None else f"{self.file.name}:{self.function}"
 
 
-def read_part(text: str) -> Part:
-    """Return the part of the reward that a value of --reward names.
+def read_term(text: str) -> Term:
+    """Return the term of the reward that a value of --reward names.
 
     It is `answer` or FILE.py:FUNCTION, and may end with *WEIGHT. Raises UserError (exit code 2) if
     the value has another form, or if there is no such file.
@@ -65,40 +65,40 @@ def read_part(text: str) -> Part:
             exit_code=2,
         )
     if name == ANSWER:
-        return Part(weight, None, ANSWER)
+        return Term(weight, None, ANSWER)
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(
             tr("there is no file {file}, which --reward names: check the path", file=file),
             exit_code=2,
         )
-    return Part(weight, file, function)
+    return Term(weight, file, function)
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """What --reward names: the reward of a reply is the weighted sum of the parts.
+    """What --reward names: the reward of a reply is the weighted sum of the terms.
 
-    Without parts, it is 1 for a right answer and 0 for another one.
+    Without terms, it is 1 for a right answer and 0 for another one.
     """
 
-    parts: tuple[Part, ...]
+    terms: tuple[Term, ...]
     unsafe_exec: bool = False
 
     @staticmethod
     def of(texts: Sequence[str], unsafe_exec: bool = False) -> "Rewards":
-        """Return the rewards that the values of --reward name; see read_part()."""
-        return Rewards(tuple(map(read_part, texts)), unsafe_exec)
+        """Return the rewards that the values of --reward name; see read_term()."""
+        return Rewards(tuple(map(read_term, texts)), unsafe_exec)
 
     @property
     def need_answers(self) -> bool:
         """Whether every problem must have a right answer."""
-        return not self.parts or any(part.file is None for part in self.parts)
+        return not self.terms or any(term.file is None for term in self.terms)
 
     @property
-    def functions(self) -> list[Part]:
-        """The parts that are functions."""
-        return [part for part in self.parts if part.file is not None]
+    def functions(self) -> list[Term]:
+        """The terms that are functions."""
+        return [term for term in self.terms if term.file is not None]
 
     @cached_property
     def sources(self) -> dict[Path, str]:
@@ -107,16 +107,16 @@ class Rewards:
         Raises UserError if a file is not Python.
         """
         texts = {}
-        for part in self.functions:
-            assert part.file is not None
+        for term in self.functions:
+            assert term.file is not None
             try:
-                text = part.file.read_text(encoding="utf-8")
+                text = term.file.read_text(encoding="utf-8")
                 ast.parse(text)
             except (SyntaxError, UnicodeDecodeError, ValueError) as failure:
                 raise UserError(
-                    tr("{file} is not Python: {failure}", file=part.file, failure=in_words(failure))
+                    tr("{file} is not Python: {failure}", file=term.file, failure=in_words(failure))
                 ) from failure
-            texts[part.file] = text
+            texts[term.file] = text
         return texts
 
     @property
@@ -129,7 +129,7 @@ class Rewards:
 
     def over(self, task: Task) -> Task:
         """Return a task with these rewards instead of its own grades."""
-        return Rewarded(task, self) if self.parts else task
+        return Rewarded(task, self) if self.terms else task
 
     def measured(self, task: Task) -> Task:
         """Return a task on which the model is measured: by right answers, if these count."""
@@ -146,13 +146,13 @@ class Rewards:
             return
         problem = _problem_arguments(task, 0)
         trial = problem | {"reply": problem["answer"] or problem["question"], "thought": ""}
-        for part, (outcome,) in self._outcomes([trial]):
+        for term, (outcome,) in self._outcomes([trial]):
             if outcome.problem:
                 raise UserError(
                     tr(
                         "{function} {problem}, for the reply {reply!r} to the first problem. A "
                         "reward is a finite number for any text; docs/rl.md shows one",
-                        function=part.name,
+                        function=term.name,
                         problem=outcome.problem,
                         reply=trial["reply"][:60],
                     )
@@ -175,26 +175,26 @@ class Rewards:
                 "thought": reply.thought,
             }
         totals = dict.fromkeys(calls, 0.0)
-        for part, outcomes in self._outcomes(list(calls.values())):
-            _report(part, outcomes)
+        for term, outcomes in self._outcomes(list(calls.values())):
+            _report(term, outcomes)
             for reply_key, outcome in zip(calls, outcomes, strict=True):
-                totals[reply_key] += part.weight * outcome.value
+                totals[reply_key] += term.weight * outcome.value
         rewards = [totals[reply_key] for reply_key in reply_keys]
-        for part in self.parts:
-            if part.file is None:
+        for term in self.terms:
+            if term.file is None:
                 for number, (i, reply) in enumerate(zip(problems, replies, strict=True)):
-                    rewards[number] += part.weight * grade_reply(task, i, reply.answer)
+                    rewards[number] += term.weight * grade_reply(task, i, reply.answer)
         return rewards
 
-    def _outcomes(self, calls: Sequence[Arguments]) -> list[tuple[Part, list[Outcome]]]:
-        """Return each part that is a function with its outcomes, one for each call."""
+    def _outcomes(self, calls: Sequence[Arguments]) -> list[tuple[Term, list[Outcome]]]:
+        """Return each term that is a function with its outcomes, one for each call."""
         by_function: dict[tuple[Path | None, str], list[Outcome]] = {}
         for path, source in self.sources.items():
-            names = [part.function for part in self.functions if part.file == path]
+            names = [term.function for term in self.functions if term.file == path]
             rows = RewardFile(path, source, names).outcomes(calls, self.unsafe_exec)
             for column, name in enumerate(names):
                 by_function[path, name] = [row[column] for row in rows]
-        return [(part, by_function[part.file, part.function]) for part in self.functions]
+        return [(term, by_function[term.file, term.function]) for term in self.functions]
 
 
 class Rewarded:
@@ -251,7 +251,7 @@ def _problem_arguments(task: Task, i: int) -> dict[str, Any]:
     }
 
 
-def _report(part: Part, outcomes: Sequence[Outcome]) -> None:
+def _report(term: Term, outcomes: Sequence[Outcome]) -> None:
     """Warn about the replies for which a function failed; raise UserError if it failed for all."""
     failures = [outcome.problem for outcome in outcomes if outcome.problem]
     replies = len(outcomes)
@@ -262,7 +262,7 @@ def _report(part: Part, outcomes: Sequence[Outcome]) -> None:
             tr(
                 "{function} failed for all {replies} replies of a step; for the first it {problem}. "
                 "Correct it, and begin again with --resume=none, since the reward is another then",
-                function=part.name,
+                function=term.name,
                 replies=replies,
                 problem=failures[0],
             )
@@ -271,7 +271,7 @@ def _report(part: Part, outcomes: Sequence[Outcome]) -> None:
         tr(
             "{function} failed for {count} of {replies} different replies, which get nothing from "
             "it; for the first it {problem}",
-            function=part.name,
+            function=term.name,
             count=len(failures),
             replies=replies,
             problem=failures[0],

@@ -282,8 +282,8 @@ class Requests(h11.Connection):
         if not isinstance(event, h11.Response) or self.their_state is not h11.SEND_BODY:
             return data
         head = (data or b"").removesuffix(b"\r\n")
-        said = b"\r\nconnection: close\r\n" in head.lower()
-        return head + (b"\r\n" if said else b"connection: close\r\n\r\n")
+        closes = b"\r\nconnection: close\r\n" in head.lower()
+        return head + (b"\r\n" if closes else b"connection: close\r\n\r\n")
 
 
 class Connection(H11Protocol):

@@ -242,8 +242,8 @@ class EngineThread(Generic[E]):
         """
         if _size_of([*self._unreleased, newcomer]) > MOST_BYTES:
             return True
-        own = [ticket for ticket in self._unreleased if ticket.owner == newcomer.owner]
-        return bool(own) and _size_of([*own, newcomer]) > MOST_BYTES // 2
+        earlier = [ticket for ticket in self._unreleased if ticket.owner == newcomer.owner]
+        return bool(earlier) and _size_of([*earlier, newcomer]) > MOST_BYTES // 2
 
     def release(self, ticket: Ticket[E]) -> None:
         """Take a ticket back, and have its unfinished replies cancelled before the next step."""
@@ -338,10 +338,10 @@ class EngineThread(Generic[E]):
         if len(self._running) < self.slots:
             return self.line.next(self._may_begin)
         counts = Counter(ticket.owner for ticket in self._running.values())
-        ((largest, most),) = counts.most_common(1)
+        ((largest, largest_count),) = counts.most_common(1)
 
         def deserves(ticket: Ticket[E]) -> bool:
-            return counts[ticket.owner] + 2 <= most and self._may_begin(ticket)
+            return counts[ticket.owner] + 2 <= largest_count and self._may_begin(ticket)
 
         ticket = self.line.next(deserves)
         if ticket is not None:

@@ -213,10 +213,12 @@ class FairQueue:
 
     def _largest_owner(self, newcomer: str) -> str:
         """Return the address with the most waiting turns; of equal ones, `newcomer` if possible."""
-        most = max(map(len, self._waiting.values()))
-        if len(self._waiting[newcomer]) == most:
+        largest_count = max(map(len, self._waiting.values()))
+        if len(self._waiting[newcomer]) == largest_count:
             return newcomer
-        return next(owner for owner, entries in self._waiting.items() if len(entries) == most)
+        return next(
+            owner for owner, entries in self._waiting.items() if len(entries) == largest_count
+        )
 
     def _forget(self) -> None:
         """Forget the times of addresses without waiting turns, the oldest first, if too many."""

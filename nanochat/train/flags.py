@@ -20,6 +20,7 @@ from nanochat.dataloader import Source, blend, split_rows
 from nanochat.platforms.operations import KernelChoice, Matmul
 from nanochat.runtime.parallel import Sharding
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import tuning_rules
 
 Auto = Literal["auto"]
 Family = Literal["gpt", "qwen3"]  # kinds of models that can be trained from scratch
@@ -282,6 +283,50 @@ class BatchFlags:
 
 
 @dataclass(frozen=True)
+class ScheduleFlags:
+    """The flags for the length of pretraining, and the course of its learning rate."""
+
+    num_iterations: int | None = None
+    """number of steps; overrides target_flops and target_param_data_ratio"""
+    target_flops: Rare[float | None] = None
+    """train for this many FLOPs; overrides target_param_data_ratio"""
+    target_param_data_ratio: float = 12.0
+    """train on this many tokens per parameter of the matrices and the head"""
+    warmup_steps: Rare[int | None] = None
+    """steps over which the learning rate rises; default: 40, or a twentieth of a short run"""
+    warmdown_ratio: float = 0.65
+    """fraction of the run, at its end, over which the learning rate falls"""
+    final_lr_frac: Rare[float] = 0.05
+    """learning rate at the end, as a fraction of its peak"""
+
+    def steps(self, flops_per_token: int, scaling_parameters: int, tokens_per_step: int) -> int:
+        """Return the number of steps that the flags ask for, and log the reason for it."""
+        if self.num_iterations is not None:
+            steps = self.num_iterations
+            reason = tr("given")
+        elif self.target_flops is not None:
+            steps = schedule.steps_for_flops(self.target_flops, flops_per_token, tokens_per_step)
+            reason = tr(
+                "{target_flops:.3g} FLOPs at {flops_per_token:,} a token",
+                target_flops=self.target_flops,
+                flops_per_token=flops_per_token,
+            )
+        else:
+            ratio = self.target_param_data_ratio
+            steps = schedule.steps_for_ratio(ratio, scaling_parameters, tokens_per_step)
+            reason = tr("{ratio:g} tokens per scaling parameter", ratio=ratio)
+        log(
+            tr(
+                "horizon: {steps:,} steps, {tokens:,} tokens ({reason})",
+                steps=steps,
+                tokens=steps * tokens_per_step,
+                reason=reason,
+            )
+        )
+        return steps
+
+
+@dataclass(frozen=True)
 class Epochs:
     """The flags for the length of a stage, given as passes over its data or as steps."""
 
@@ -347,7 +392,7 @@ class TuningEpochs:
         """Return the flags for data of `conversations` conversations or pairs, without "auto"."""
         if self.num_epochs != "auto":
             return Epochs(self.num_epochs, self.num_iterations)
-        epochs = schedule.tuning_epochs(conversations)
+        epochs = tuning_rules.tuning_epochs(conversations)
         if self.num_iterations is None:
             log(
                 tr(

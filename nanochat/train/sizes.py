@@ -23,6 +23,7 @@ from nanochat.model import ModelConfig
 from nanochat.platforms.operations import Matmul
 from nanochat.runtime import parallel
 from nanochat.runtime.progress import amount, duration
+from nanochat.train import tuning_rules
 from nanochat.train.fit import disk
 from nanochat.train.fit.memory import reachable
 from nanochat.train.flags import WINDOWS, Auto, BatchFlags, ExampleFlags, Family, ShapeFlags
@@ -485,7 +486,7 @@ def example_batch(
             examples = _as_begun(begun_rows, compute)
             why = tr("as the run began")
         else:
-            fitting = schedule.tuning_step_rows(rows.count, rows.conversations)
+            fitting = tuning_rules.tuning_step_rows(rows.count, rows.conversations)
             examples = -(-fitting // compute.world_size) * compute.world_size
             why = tr(
                 "for {conversations:,} conversations in {rows:,} rows of {row_tokens:,} tokens",

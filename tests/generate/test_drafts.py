@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from nanochat.common import UserError
-from nanochat.engine import Completion, Engine, sample_settings
+from nanochat.engine import Completion, Engine
 from nanochat.generate import drafts
 from nanochat.generate.drafts import Drafts, Ngrams, SmallerModel, check_tokenizer
-from nanochat.generate.sampling import Sampling
+from nanochat.generate.sampling import Sampling, sample_settings
 from nanochat.generate.slots import Request
 from nanochat.gpt import GPT
 from tests.support.recurrent_model import Recurrent

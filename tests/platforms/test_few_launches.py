@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanochat.loss import chunked_loss
+from nanochat.loss import Softcapped, chunked_loss
 from nanochat.platforms import few_launches
 from tests.support.tensors import draw
 
@@ -37,7 +37,7 @@ def test_the_loss_and_both_gradients_are_those_of_the_loss_in_chunks(
         return few_launches.chunked_loss(x, head, targets, vocab, weights, chunk, -1e30)[None]
 
     def plain(x: Tensor, head: Tensor) -> Tensor:
-        return chunked_loss(x, head, targets, vocab, weights, chunk)[None]
+        return chunked_loss(x, head, targets, Softcapped(vocab), weights, chunk)[None]
 
     check(few, plain, 3 * draw(20, 16), 3 * draw(rows, 16, seed=1))
 

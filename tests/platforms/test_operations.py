@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.attention import cache_mask
-from nanochat.loss import chunked_loss, softcap, token_losses
+from nanochat.loss import Softcapped, chunked_loss, softcap, token_losses
+from nanochat.models.qwen.loss import Uncapped
 from nanochat.platforms import blocked_attention
 from nanochat.platforms.blocked_attention import BlockedAttention
 from nanochat.platforms.cpu.decoding import by_products
@@ -213,7 +214,7 @@ def test_chunked_loss_equals_full_logits_with_both_gradients(chunk: int, weighte
     given = token_weights if weighted else None
     ours = x.clone().requires_grad_(), weight.clone().requires_grad_()
     plain = x.double().requires_grad_(), weight.double().requires_grad_()
-    loss = chunked_loss(*ours, targets, vocab, given, chunk)
+    loss = chunked_loss(*ours, targets, Softcapped(vocab), given, chunk)
     each = plain_losses(*plain, targets, vocab)
     expected = (each * token_weights.double()).sum() if weighted else each.sum()
     assert loss.dtype == torch.float32
@@ -227,7 +228,7 @@ def test_chunked_loss_equals_full_logits_with_both_gradients(chunk: int, weighte
 def test_chunked_loss_of_ignored_targets_is_zero_without_gradient() -> None:
     x, weight, targets, _ = loss_case(6, 50, 64)
     x.requires_grad_()
-    loss = chunked_loss(x, weight.requires_grad_(), torch.full_like(targets, -1), 50)
+    loss = chunked_loss(x, weight.requires_grad_(), torch.full_like(targets, -1), Softcapped(50))
     loss.backward()
     assert loss == 0
     assert not x.grad.any()
@@ -242,7 +243,7 @@ def test_chunked_loss_in_bf16_is_close_for_both_kinds_of_masters() -> None:
     expected.backward()
     for dtype in (torch.float32, torch.bfloat16):
         ours = x.bfloat16().requires_grad_(), weight.detach().clone().to(dtype).requires_grad_()
-        loss = chunked_loss(*ours, targets, 64, chunk=16)
+        loss = chunked_loss(*ours, targets, Softcapped(64), chunk=16)
         loss.backward()
         assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
         for mine, reference in zip(ours, plain, strict=True):
@@ -258,8 +259,9 @@ def test_token_losses_equal_full_logits_with_their_gradients(capped: bool, froze
     x, weight = x.requires_grad_(), weight.requires_grad_(not frozen)
     logits = (x @ weight.T)[:, :vocab]
     full = F.cross_entropy(softcap(logits) if capped else logits, targets, ignore_index=-1, reduction="none")
+    criterion = Softcapped(vocab) if capped else Uncapped()
     results = []
-    for losses in (token_losses(x, weight, targets, vocab, 10, capped), full):
+    for losses in (token_losses(x, weight, targets, criterion, 10), full):
         (losses * token_weights).square().sum().backward()  # so that the weights of tokens depend on their losses
         results.append((losses.detach(), x.grad, weight.grad))
         x.grad = weight.grad = None

@@ -12,7 +12,7 @@ from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.evals import preferences
 from nanochat.runtime.tracking import read_metrics
-from nanochat.schedule import TUNING_RATE_RULE
+from nanochat.train.tuning_rules import TUNING_RATE_RULE
 from scripts import finetune
 from tests.emulated_npu.worker import run_ranks, skip_without_compiler
 from tests.scripts.test_finetune import base as base  # fixtures: a base folder, and published models

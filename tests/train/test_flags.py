@@ -10,7 +10,7 @@ import pytest
 
 from nanochat.checkpoint_manager.same_run import OLD_FLAGS, RunSettings
 from nanochat.common import UserError, flags_of, parse
-from nanochat.train.flags import ABOVE_ZERO, LEAST, ChatFlags, Epochs, StageFlags
+from nanochat.train.flags import ABOVE_ZERO, LEAST, ChatFlags, Epochs, ScheduleFlags, StageFlags
 from scripts import base_train, chat_rl, chat_sft, finetune, mid_train
 from tests.support.flags import configured
 
@@ -70,6 +70,18 @@ def test_data_for_few_steps_gets_a_warning_with_a_number_of_epochs(
     assert flags.steps(rows, 32, "a smaller --x") == steps
     said = capsys.readouterr().err
     assert (says in said) if says else not said
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        (ScheduleFlags(num_iterations=7, target_flops=3e12), 7),
+        (ScheduleFlags(target_flops=3e12), 300),  # 3e6 tokens at 1e6 FLOPs
+        (ScheduleFlags(), 1200),  # 12 tokens for each of 1e6 parameters
+    ],
+)
+def test_steps_overrule_flops_and_flops_overrule_tokens_per_parameter(flags: ScheduleFlags, steps: int) -> None:
+    assert flags.steps(10**6, 10**6, 10_000) == steps
 
 
 @pytest.mark.parametrize("stage", ["mid", "sft", "tune"])

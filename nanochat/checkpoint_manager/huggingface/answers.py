@@ -52,16 +52,16 @@ def template_message(
     text = safe(message.text)
     if message.role == "assistant" and index is not None:
         text = _with_marks(text, mark(index))
-    read = {"role": message.role, "content": text, **_each_text(fields, safe)}
+    item = {"role": message.role, "content": text, **_each_text(fields, safe)}
     if reasoning is not None:
         reasoning = safe(reasoning)
         if index is not None:
             reasoning = mark(index) + reasoning.strip()
-        read.update(dict.fromkeys(REASONING, reasoning))
+        item.update(dict.fromkeys(REASONING, reasoning))
     if index is not None:
-        for call in read.get("tool_calls", ()):
+        for call in item.get("tool_calls", ()):
             call["function"]["name"] = mark(index) + call["function"]["name"]
-    return read
+    return item
 
 
 def _with_marks(text: str, begin: str) -> str:
@@ -120,14 +120,14 @@ def spans(
         first.setdefault(int(match[1]), position)
         last[int(match[1])] = position
     ends = re.compile("|".join(map(re.escape, sorted(stops, key=len, reverse=True))))
-    found = []
+    spans = []
     for index, begin in first.items():
         end = ends.search(text, last[index])
         if end is None:
             raise UserError(tr("no special token ends what the assistant says"))
         start = _start(text, begin, opening) if messages[index].fields else begin
-        found.append(Span(start, end.end()))
-    return found
+        spans.append(Span(start, end.end()))
+    return spans
 
 
 def _start(
@@ -144,8 +144,8 @@ def _start(
     if position < 0:
         raise UserError(tr("what the assistant says does not begin as a reply does"))
     length = 0
-    most = min(len(opening), begin - position)
-    while length < most and text[position + length] == opening[length]:
+    longest = min(len(opening), begin - position)
+    while length < longest and text[position + length] == opening[length]:
         length += 1
     return position + length
 

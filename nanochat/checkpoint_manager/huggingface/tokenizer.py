@@ -181,8 +181,8 @@ class FolderTokenizer:
         if not isinstance(listed, list):
             listed = [listed]
         # Tokens beyond the embedding are left out, because the model cannot choose them.
-        known = range(self.vocab_size)
-        stops = {token for token in listed if isinstance(token, int) and token in known}
+        embedded = range(self.vocab_size)
+        stops = {token for token in listed if isinstance(token, int) and token in embedded}
         ends_of_turn = [self._specials.get(spelling) for spelling in ENDS_OF_TURN]
         for token in (self.named("eos_token"), *ends_of_turn):
             if token is not None:
@@ -617,14 +617,14 @@ class FolderTokenizer:
         for message in conversation.messages:
             asked_for |= {"tool results"} if message.role == "tool" else set(message.fields)
         source = self.template_source or ""
-        known = {key for key in conversation.options if key != "tools" and key in source}
+        supported = {key for key in conversation.options if key != "tools" and key in source}
         if self.takes_tools:
-            known.add("tools")
+            supported.add("tools")
         if self.takes_calls:
-            known |= {"tool_calls", "tool results"}
+            supported |= {"tool_calls", "tool results"}
         if self.takes_reasoning:
-            known.add("reasoning_content")
-        unknown = sorted(asked_for - known)
+            supported.add("reasoning_content")
+        unknown = sorted(asked_for - supported)
         if unknown:
             raise UserError(
                 tr(

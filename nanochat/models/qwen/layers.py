@@ -19,6 +19,7 @@ from nanochat.models.qwen.config import DELTANET, QwenConfig
 from nanochat.models.qwen.deltanet import GatedDeltaNet
 from nanochat.models.qwen.experts import MixtureOfExperts
 from nanochat.models.qwen.functions import swiglu, weighted_norm
+from nanochat.models.qwen.loss import Uncapped
 
 
 class Vocabulary(nn.Module):
@@ -29,6 +30,7 @@ class Vocabulary(nn.Module):
 
     loss_tokens = 1024  # tokens whose logits exist at the same time in a loss
     loss_logits = 1 << 25  # logits that exist at the same time in a loss, 128 MB in fp32
+    criterion = Uncapped()
 
     def __init__(self, config: QwenConfig):
         super().__init__()
@@ -81,13 +83,11 @@ class Vocabulary(nn.Module):
         weights: Tensor | None,
     ) -> Tensor:
         """Return the weighted sum of the losses of N tokens."""
-        vocab = self.shape[0]
-        return chunked_loss(x, self.weight, targets, vocab, weights, self.chunk, capped=False)
+        return chunked_loss(x, self.weight, targets, self.criterion, weights, self.chunk)
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:  # (N, C), (N,) -> (N,)
         """Return the loss of each of N tokens."""
-        vocab = self.shape[0]
-        return token_losses(x, self.weight, targets, vocab, self.chunk, capped=False)
+        return token_losses(x, self.weight, targets, self.criterion, self.chunk)
 
 
 class Norm(nn.Module):

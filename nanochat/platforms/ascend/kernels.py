@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.attention import TensorCache, cache_mask
-from nanochat.loss import HIDDEN
+from nanochat.loss import HIDDEN, Criterion, Softcapped
 from nanochat.platforms import few_launches
 from nanochat.platforms.blocked_attention import BlockedAttention, ungrouped
 from nanochat.platforms.muon import ForeachMuon, FusedMuon
@@ -215,14 +215,14 @@ class AscendChunked(AscendPlain):
         x: Tensor,  # (N, C)
         head: Tensor,  # (V', C)
         targets: Tensor,  # (N,)
-        vocab: int,
+        criterion: Criterion,
         weights: Tensor | None,  # (N,)
         chunk: int,
-        capped: bool = True,
     ) -> Tensor:
-        """Implement Operations.loss with few_launches.chunked_loss() if `capped`."""
-        if not capped:
-            return super().loss(x, head, targets, vocab, weights, chunk, capped)
+        """Implement Operations.loss with few_launches.chunked_loss() for softcapped logits."""
+        if not isinstance(criterion, Softcapped):
+            return super().loss(x, head, targets, criterion, weights, chunk)
+        vocab = criterion.vocab
         return few_launches.chunked_loss(x, head, targets, vocab, weights, chunk, HIDDEN)
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32

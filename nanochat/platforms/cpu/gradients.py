@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.loss import ChunkLoss
+from nanochat.loss import SOFTCAP, Criterion, Softcapped
 from nanochat.platforms.cpu.kernels import EPSILON, Kernels
 from nanochat.platforms.cpu.products import Matrix, Matrix8
 from nanochat.platforms.cpu.training import ProductsInt8, Training, side_by_side
@@ -362,22 +362,28 @@ class Offset(torch.autograd.Function):
         return None, ctx.use.training.shift(grads[0], back=True)
 
 
-def chunk_loss(
-    fused: FusedLoss,
-    vocab: int,
-    cap: float,  # of the softcap; 0 if the logits are not capped
-    multiply: Callable[[Tensor], Tensor] | None = None,  # with the head; None: torch's own
-) -> ChunkLoss:
-    """Return a ChunkLoss that computes losses and their gradient with one call of the kernel."""
+class Fused:
+    """A criterion that computes losses and their gradient with one call of a kernel."""
 
-    def losses_and_gradient(
+    def __init__(self, criterion: Criterion, kernel: FusedLoss):
+        self.kernel = kernel
+        self.logits = criterion.logits  # without gradients, as the criterion computes them
+        self.vocab: int | None = None  # rows of the head that stand for tokens; None: all of them
+        self.cap = 0.0  # of the softcap; 0 if the logits are not capped
+        self.multiply: Callable[[Tensor], Tensor] | None = None  # with the head; None: torch's own
+        if isinstance(criterion, Softcapped):
+            self.vocab = criterion.vocab
+            self.cap = SOFTCAP
+
+    def losses(
+        self,
         x: Tensor,  # (n, C)
         head: Tensor,  # (V', C)
         targets: Tensor,  # (n,)
-        weights: Tensor,  # (n,) fp32
+        scale: Tensor,  # (n,) fp32
     ) -> tuple[Tensor, Tensor]:
-        logits = F.linear(x, head) if multiply is None else multiply(x)
-        losses = fused(logits, targets, weights, vocab, cap)
+        """Implement Criterion.losses: the kernel overwrites the logits by their gradient."""
+        logits = F.linear(x, head) if self.multiply is None else self.multiply(x)
+        vocab = head.size(0) if self.vocab is None else self.vocab
+        losses = self.kernel(logits, targets, scale, vocab, self.cap)
         return losses, logits
-
-    return losses_and_gradient

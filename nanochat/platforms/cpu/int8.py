@@ -46,7 +46,7 @@ class Int8Head(OperatorHead):
             x,
             self.weight,
             targets,
-            vocab=self.vocab,
+            self.criterion,
             weights=weights,
             chunk=self.loss_tokens,
             use8=self.use,

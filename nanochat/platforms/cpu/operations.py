@@ -4,7 +4,7 @@ Shapes: B batch, T time, H heads, D head dimension, C channels.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeGuard, cast
 
@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from nanochat.common import appendix, base_dir, tr
 from nanochat.linear import Linear
-from nanochat.loss import HIDDEN, SOFTCAP, ChunkLoss, chunked_loss
+from nanochat.loss import HIDDEN, SOFTCAP, Criterion, chunked_loss
 from nanochat.platforms import host
 from nanochat.platforms.blocked_attention import BlockedAttention
 from nanochat.platforms.cpu import gradients
@@ -465,35 +465,27 @@ class CpuOperations(Operations):
         x: Tensor,  # (N, C)
         head: Tensor,  # (V', C)
         targets: Tensor,  # (N,)
-        vocab: int,
+        criterion: Criterion,
         weights: Tensor | None,  # (N,)
         chunk: int,
-        capped: bool = True,
         use8: Trained | None = None,  # in training, computes the logits of many tokens in 8 bits
     ) -> Tensor:
         """Implement Operations.loss, if `use8` is set with a head that is rounded to 8 bits."""
         x, targets, weights = self.with_targets(x, targets, weights)
-        chunk_loss = self.chunk_loss(x, vocab, capped)
-        if chunk_loss and use8 is not None and len(x) >= LOGIT_ROWS and torch.is_grad_enabled():
-            multiply = use8.matrix([head], x).times
-            chunk_loss = self.chunk_loss(x, vocab, capped, multiply)
-        return chunked_loss(x, head, targets, vocab, weights, chunk, capped, chunk_loss)
+        criterion = self.fused(criterion, x)
+        in_training = len(x) >= LOGIT_ROWS and torch.is_grad_enabled()
+        if use8 is not None and in_training and isinstance(criterion, gradients.Fused):
+            criterion.multiply = use8.matrix([head], x).times
+        return chunked_loss(x, head, targets, criterion, weights, chunk)
 
-    def chunk_loss(
-        self,
-        x: Tensor,  # (N, C)
-        vocab: int,
-        capped: bool,
-        multiply: Callable[[Tensor], Tensor] | None = None,  # with the head; None: torch's own
-    ) -> ChunkLoss | None:
-        """Implement Operations.chunk_loss with a C++ kernel that computes losses and gradient.
+    def fused(self, criterion: Criterion, x: Tensor) -> Criterion:  # x: (N, C)
+        """Implement Operations.fused with a C++ kernel that computes losses and gradient.
 
         Compiled code uses plain torch instead, because torch's compiler fuses the loss itself.
         """
         if is_compiling() or x.dtype not in SUFFIXES or self._library is None:
-            return None
-        cap = SOFTCAP if capped else 0.0
-        return gradients.chunk_loss(self._library.loss, vocab, cap, multiply)
+            return criterion
+        return gradients.Fused(criterion, self._library.loss)
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:
         """Implement Operations.square_sums with a C++ kernel for contiguous fp32 gradients."""

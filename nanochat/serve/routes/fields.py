@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanochat.common import UserError
-from nanochat.engine import sample_settings
 from nanochat.generate.sampling import (
     LONGEST_STOP,
     MOST_ALTERNATIVES,
@@ -20,6 +19,7 @@ from nanochat.generate.sampling import (
     MOST_BIASES,
     MOST_STOPS,
     Sampling,
+    sample_settings,
 )
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -47,8 +47,8 @@ def tokenize(
     fields = read_fields(value, FIELDS, {})
     continued = continues(fields)
     if fields.get("messages") is not None:
-        read = read_conversation(fields["messages"], continued)
-        conversation = fitted(read, read_tools(fields), read_options(fields), tokenizer)
+        whole_chat = read_conversation(fields["messages"], continued)
+        conversation = fitted(whole_chat, read_tools(fields), read_options(fields), tokenizer)
         tokens = chat_tokens(conversation, continued, tokenizer)
     else:
         tokens = _text_tokens(fields, tokenizer)

@@ -236,7 +236,7 @@ def read_calls(calls: Any, name: str) -> list[dict[str, Any]]:
     """
     if not isinstance(calls, list):
         raise invalid(f"{name} must be a list of calls, got {kind(calls)}", name)
-    read = []
+    read_calls = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         fields = function if isinstance(function, dict) else {}
@@ -250,5 +250,5 @@ def read_calls(calls: Any, name: str) -> list[dict[str, Any]]:
         read_call: dict[str, Any] = {"type": "function", "function": function}
         if isinstance(call.get("id"), str):
             read_call["id"] = call["id"]
-        read.append(read_call)
-    return read
+        read_calls.append(read_call)
+    return read_calls

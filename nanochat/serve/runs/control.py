@@ -131,10 +131,10 @@ class Control:
             raise ApiError(400, "no_forecast", "the script of this stage has no --forecast")
         argv = filled.argv(f"--{command.FORECAST}=True")
         work = self._child(request, argv, filled.language)
-        ended = await while_connected(request.receive, work)
-        if ended is None:
+        outcome = await while_connected(request.receive, work)
+        if outcome is None:
             return Response()  # the client has left
-        return _answer({"command": command.shown(filled.argv()), **ended})
+        return _answer({"command": command.shown(filled.argv()), **outcome})
 
     async def start(self, request: Request) -> Response:
         """Answer POST /runs/start by starting or resuming a run, with its id and its command."""
@@ -210,9 +210,9 @@ class Control:
             raise ApiError(400, "invalid_request", text)
         form = await self._form(request, key)
         processes = body.get("processes", form.processes)
-        most = max(form.processes, _cards())
-        if type(processes) is not int or not 1 <= processes <= most:
-            text = f"processes must be a whole number from 1 to {most}"
+        max_processes = max(form.processes, _cards())
+        if type(processes) is not int or not 1 <= processes <= max_processes:
+            text = f"processes must be a whole number from 1 to {max_processes}"
             raise ApiError(400, "invalid_value", text, "processes")
         unknown = sorted(set(values) - {field["name"] for field in form.shown_fields})
         if unknown:
@@ -227,10 +227,10 @@ class Control:
         """Return the run that a new form names; raises ApiError (400) if the script refuses it."""
         script = command.script_of(NEW)
         argv = [sys.executable, "-m", CHILD, script, CHECK, *filled.words]
-        ended = await self._child(request, argv, filled.language)
-        if ended["code"] != 0:
-            raise ApiError(400, "refused", ended["text"])
-        tag = parse_json(ended["text"].splitlines()[-1])["tag"]
+        outcome = await self._child(request, argv, filled.language)
+        if outcome["code"] != 0:
+            raise ApiError(400, "refused", outcome["text"])
+        tag = parse_json(outcome["text"].splitlines()[-1])["tag"]
         try:
             return Run(NEW, checkpoint_dir(NEW, tag))
         except UserError as refusal:
@@ -240,14 +240,20 @@ class Control:
         """Return the flags of the script of a stage, which a child reads once."""
         if stage not in self._fields:
             argv = [sys.executable, "-m", CHILD, command.script_of(stage)]
-            ended = await self._child(request, argv, "en", most=BODY_BYTES)
-            if ended["code"] != 0:
-                raise ApiError(500, "no_form", f"the flags cannot be read: {ended['text'][-500:]}")
-            self._fields[stage] = parse_json(ended["text"].splitlines()[-1])
+            outcome = await self._child(request, argv, "en", max_characters=BODY_BYTES)
+            if outcome["code"] != 0:
+                raise ApiError(
+                    500, "no_form", f"the flags cannot be read: {outcome['text'][-500:]}"
+                )
+            self._fields[stage] = parse_json(outcome["text"].splitlines()[-1])
         return self._fields[stage]
 
     async def _child(
-        self, request: Request, argv: Sequence[str], language: str, most: int = MOST_OUTPUT
+        self,
+        request: Request,
+        argv: Sequence[str],
+        language: str,
+        max_characters: int = MOST_OUTPUT,
     ) -> dict[str, Any]:
         """Return the exit `code` of a program, and the end of what it printed, as `text`.
 
@@ -255,15 +261,15 @@ class Control:
         """
         try:
             async with self._turns.turn(owner_of(request)):
-                return await _output_of(argv, self.starter.environment(language), most)
+                return await _output_of(argv, self.starter.environment(language), max_characters)
         except asyncio.QueueFull:
             raise ApiError(429, "queue_full", QUEUE_FULL, retry_after=2) from None
 
 
 async def _output_of(
-    argv: Sequence[str], environment: Mapping[str, str], most: int
+    argv: Sequence[str], environment: Mapping[str, str], max_characters: int
 ) -> dict[str, Any]:
-    """Run a program, and return its exit `code` and the last `most` characters of its output."""
+    """Run a program, and return its exit `code` and the last `max_characters` of its output."""
     process = await asyncio.create_subprocess_exec(
         *argv,
         stdin=asyncio.subprocess.DEVNULL,
@@ -273,7 +279,7 @@ async def _output_of(
         start_new_session=True,
     )
     try:
-        output = await asyncio.wait_for(_end_of(process, 4 * most), CHILD_SECONDS)
+        output = await asyncio.wait_for(_end_of(process, 4 * max_characters), CHILD_SECONDS)
     except asyncio.TimeoutError:
         text = f"{command.shown(argv)} took longer than {CHILD_SECONDS} s and was ended"
         raise ApiError(504, "too_slow", text) from None
@@ -281,15 +287,15 @@ async def _output_of(
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    return {"code": process.returncode, "text": output.decode(errors="replace")[-most:]}
+    return {"code": process.returncode, "text": output.decode(errors="replace")[-max_characters:]}
 
 
-async def _end_of(process: asyncio.subprocess.Process, most: int) -> bytes:
-    """Wait for a process to end, and return the last `most` bytes of its output."""
+async def _end_of(process: asyncio.subprocess.Process, max_bytes: int) -> bytes:
+    """Wait for a process to end, and return the last `max_bytes` bytes of its output."""
     assert process.stdout is not None
     output = b""
     while piece := await process.stdout.read(1 << 16):
-        output = (output + piece)[-most:]
+        output = (output + piece)[-max_bytes:]
     await process.wait()
     return output
 

@@ -181,8 +181,8 @@ def ask_to_stop(record: Record) -> bool:
 # --- what it prints ------------------------------------------------------------------------------
 
 
-def read_log(folder: Path, first: int | None, most: int) -> tuple[int, bytes, int]:
-    """Return a part of a log of at most `most` bytes: its place, its bytes, and the log's size.
+def read_log(folder: Path, first: int | None, max_bytes: int) -> tuple[int, bytes, int]:
+    """Return a part of a log: its place, at most `max_bytes` bytes, and the size of the log.
 
     The part begins at the byte `first`, or ends at the end of the log if that is None or beyond the
     end. Raises OSError if there is no log of this user.
@@ -190,5 +190,5 @@ def read_log(folder: Path, first: int | None, most: int) -> tuple[int, bytes, in
     with _opened(folder / LOG) as file:
         size = os.fstat(file).st_size
         if first is None or first > size:
-            first = max(0, size - most)
-        return first, os.pread(file, most, first), size
+            first = max(0, size - max_bytes)
+        return first, os.pread(file, max_bytes, first), size

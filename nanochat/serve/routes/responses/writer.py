@@ -212,8 +212,8 @@ class ResponseWriter:
         item["status"] = status
         if kind == "function_call":
             fields = {key: item[key] for key in ("name", "arguments")}
-            done = "response.function_call_arguments.done"
-            sent = self._event(done, item_id=item["id"], **fields)
+            event_name = "response.function_call_arguments.done"
+            sent = self._event(event_name, item_id=item["id"], **fields)
             return sent + self._event("response.output_item.done", item=item)
         (content,) = item["content"]
         fields = {**self._position, "text": content["text"]}
