@@ -143,7 +143,7 @@ if [ -n "${NPROC_PER_NODE:-}" ]; then
     devices=$NPROC_PER_NODE
 fi
 if [ "$preset" = auto ]; then
-    if [ "$device" != cpu ] && [ "$data" != tinyworld ]; then
+    if [ "$device" != cpu ] && [ "$speed" = fast ] && [ "$data" != tinyworld ]; then
         preset=d20
     elif [ "$speed" = slow ]; then
         preset=tinyworld-small # such a CPU takes two to three times as long

@@ -2,10 +2,11 @@
 
 Every higher layer asks this module instead of naming a vendor.
 
-At import `device_type`, `backend` and `reason` are chosen (npu > cuda > cpu, unless NANOCHAT_DEVICE
-names one), but nothing is initialised; compute_init() does that. If NANOCHAT_DEVICE names a device
-that cannot be used, the three are empty, and the first use raises the reason. The differences between devices
-are in nanochat/platforms/, which has one Platform class for each.
+At import `device_type`, `backend` and `reason` are chosen, but nothing is initialised;
+compute_init() does that. The choice is what NANOCHAT_DEVICE names or, by default, the first usable
+one of npu, cuda and cpu; mps must be named. If NANOCHAT_DEVICE names a device that cannot be used,
+the three are empty, and the first use raises the reason. The differences between devices are in
+nanochat/platforms/, which has one Platform class for each.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ MASTER = torch.float32  # the format in which parameters are trained and saved
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # In order of preference. A new vendor needs a folder in platforms/ and an entry here.
-VENDORS = {"npu": ("ascend", "Ascend"), "cuda": ("nvidia", "Nvidia"), "cpu": ("cpu", "Cpu")}
+VENDORS = {
+    "npu": ("ascend", "Ascend"),
+    "cuda": ("nvidia", "Nvidia"),
+    "mps": ("apple", "Apple"),  # only if it is named, because nobody has run it on a Mac
+    "cpu": ("cpu", "Cpu"),
+}
 MEASURE = "python check_npu.py --bench"  # the command that measures cards for nanochat.planner
 
 
@@ -60,8 +66,8 @@ PLATFORMS = _platforms()
 def choose(requested: str | None) -> tuple[str, str, str]:
     """Return (device type, backend, reason) for the requested device, or the first usable one.
 
-    The order is npu, cuda, cpu. Raises UserError if the requested device is unknown (exit code 2)
-    or cannot be used.
+    The order is npu, cuda, cpu; mps must be requested. Raises UserError if the requested device is
+    unknown (exit code 2) or cannot be used.
     """
     if requested:
         if requested not in PLATFORMS:
@@ -86,6 +92,10 @@ def choose(requested: str | None) -> tuple[str, str, str]:
     passed_over = []
     for name, platform in PLATFORMS.items():
         why = platform().unavailable()
+        if platform.must_be_named:
+            if not why:
+                passed_over.append(tr("{name} only with --device_type={name}", name=name))
+            continue
         if not why:
             return name, platform.backend, tr("; ").join(passed_over) or tr("first choice")
         passed_over.append(tr("no {name}: {why}", name=name, why=why))
@@ -390,9 +400,9 @@ def overflows(compute: Compute) -> list[torch.Tensor]:
 def pin(tensor: torch.Tensor, compute: Compute) -> torch.Tensor:
     """Return a host tensor in page-locked memory, so that copying it overlaps with computation.
 
-    If the device has no memory of its own, the tensor is returned unchanged.
+    If that does not speed up copies to the device, the tensor is returned unchanged.
     """
-    return tensor.pin_memory() if compute.platform.has_own_memory else tensor
+    return tensor.pin_memory() if compute.platform.pins_memory else tensor
 
 
 def to_device(tensor: torch.Tensor, compute: Compute) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Config(MeasuredFlags):
     source: Annotated[Stage | None, arg(aliases=["-i"])] = None
     """Stage of the model. Default: base."""
     device_type: str = ""
-    """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
+    """Device to use: npu, cuda, mps or cpu. Default: the first usable one, except mps."""
     data: str | None = None
     """Corpus to measure bits per byte on: a name, a folder of your own,
     or a mixture such as web:0.7,books:0.3.

@@ -52,7 +52,7 @@ class Config(MeasuredFlags):
     """Stage of the model. Default: base.
     A later stage is measured on the validation split of the base corpus, to show forgetting."""
     device_type: str = ""
-    """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
+    """Device to use: npu, cuda, mps or cpu. Default: the first usable one, except mps."""
     data: str | None = None
     """Corpus to measure bits per byte on: a name, a folder of your own,
     or a mixture such as web:0.7,books:0.3.

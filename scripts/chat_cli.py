@@ -94,7 +94,7 @@ class Config(ModelFlags):
     )
     """Number format of the computation. auto: the device's best. Use float32 to compare devices."""
     device_type: str = ""
-    """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
+    """Device to use: npu, cuda, mps or cpu. Default: the first usable one, except mps."""
 
 
 # For a model that is loaded here, if the flags are auto.

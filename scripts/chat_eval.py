@@ -92,7 +92,7 @@ class Config(MeasuredFlags):
     """Replay every decoding step as one captured launch, on an NPU or a GPU. Default: on one GPU.
     An NPU needs TASK_QUEUE_ENABLE=1."""
     device_type: str = ""
-    """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
+    """Device to use: npu, cuda, mps or cpu. Default: the first usable one, except mps."""
 
 
 def choose_tasks(

@@ -97,7 +97,7 @@ class Config(ModelFlags):
     )
     """Number format of the computation. auto: the device's best. Use float32 to compare devices."""
     device_type: str = ""
-    """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
+    """Device to use: npu, cuda, mps or cpu. Default: the first usable one, except mps."""
     host: str = "127.0.0.1"
     """Address to listen on. 127.0.0.1 serves only this machine; 0.0.0.0 lets other machines in."""
     port: Annotated[int, arg(aliases=["-p"])] = 8000

@@ -70,7 +70,7 @@ class Config:
     devices: int = 1
     """Number of devices that will train."""
     device_type: str = ""
-    """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
+    """Device to use: npu, cuda, mps or cpu. Default: the first usable one, except mps."""
 
 
 def describe(place: str) -> str:

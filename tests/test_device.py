@@ -80,7 +80,7 @@ def test_the_environment_chooses_at_import(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv("NANOCHAT_DEVICE", "gpu")
     module = imported()  # ends nothing
     for use in (module["chosen"], module["cards"], module["compute_init"]):
-        with pytest.raises(UserError, match=r"one of npu, cuda, cpu, got 'gpu' \(NANOCHAT_DEVICE\)") as refused:
+        with pytest.raises(UserError, match=r"one of npu, cuda, mps, cpu, got 'gpu' \(NANOCHAT_DEVICE\)") as refused:
             use()
         assert refused.value.exit_code == 2
     assert capsys.readouterr().err == ""

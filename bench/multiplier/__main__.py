@@ -138,6 +138,31 @@ def check(cfg: Config) -> None:
         )
 
 
+def check_ladder(cfg: Config) -> None:
+    """Raise UserError for flags that the ladder would ignore: its runs are fixed by its rungs."""
+    default = Config()
+    ignored = [
+        flag
+        for flag in (
+            "quick",
+            "baseline",
+            "variants",
+            "depths",
+            "steps",
+            "stretch",
+            "seeds",
+            "scale",
+        )
+        if getattr(cfg, flag) != getattr(default, flag)
+    ]
+    if ignored:
+        raise refuse(
+            "--ladder has fixed sizes, lengths and seeds, so it takes only --upstream, --corpus, "
+            f"--megabytes and --hours beside it, got --{', --'.join(ignored)}; leave these out, or "
+            "leave out --ladder to measure what they say"
+        )
+
+
 def entry(words: str, ours: Variant) -> Entry:
     """Return a variant of ours from NAME=FLAGS; UserError for what cannot be used."""
     name, _, flag_words = words.partition("=")
@@ -384,6 +409,7 @@ def climb_ladder(cfg: Config) -> None:
 def main(cfg: Config) -> None:
     """Train what is missing, and print the table and the JSON object."""
     if cfg.ladder:
+        check_ladder(cfg)
         climb_ladder(cfg)
         return
     check(cfg)

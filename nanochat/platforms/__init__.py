@@ -10,7 +10,7 @@ plain.py        the host as a device, in plain torch, which is always available
 operations.py   the operators that faster layers call, in plain torch
 layers.py       the GPT's faster layers, and accelerate(), which swaps them in
 qwen_layers.py  the same for Qwen models
-cpu/, nvidia/, ascend/    the vendors, any of which may be removed
+cpu/, nvidia/, ascend/, apple/    the vendors, any of which may be removed
 together.py     casts, moves or multiplies by several matrices at once
 few_launches.py, blocked_attention.py, muon.py    arithmetic for devices with costly launches
 child.py        runs untrusted programs in a process of their own

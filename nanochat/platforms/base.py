@@ -105,6 +105,10 @@ class Platform:
     # Whether the device has its own memory, to which host tensors are copied. Otherwise it uses
     # host memory, which all ranks on a host share.
     has_own_memory = True
+    # Whether host tensors can be page-locked, so that copies of them overlap with computation.
+    pins_memory = True
+    # Whether the device is used only if a flag or NANOCHAT_DEVICE names it.
+    must_be_named = False
     # Whether the device computes while the host does something else: operators are queued, and
     # checkpoints are written during training.
     runs_beside_host = True

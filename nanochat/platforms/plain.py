@@ -26,6 +26,7 @@ class Host(Platform):
     name = "cpu"
     backend = "gloo"
     has_own_memory = False
+    pins_memory = False
     runs_beside_host = False
     pass_tokens = PASS_TOKENS
     split_tokens = 1 << 18

@@ -153,7 +153,7 @@ class RunFlags:
     """where the figures go, with commas between: wandb, swanlab, tensorboard, and jsonl, which is always written.
     A mode may follow: wandb:offline, swanlab:local, swanlab:offline"""
     device_type: Free[str] = ""
-    """device to train on: npu, cuda or cpu; empty: the first of these that works"""
+    """device to train on: npu, cuda, mps or cpu; empty: the first that works, except mps"""
     save_every: Free[int] = 0
     """steps between checkpoints; 0: save by time and at the end only"""
     save_seconds: Free[Rare[float]] = 60.0

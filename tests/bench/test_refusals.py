@@ -46,6 +46,8 @@ from tests.bench.fakes import UPSTREAM, fake_upstream
         (multiplier, {"variants": ("hot=--depth=3",)}, "may have the flags"),
         (multiplier, {"variants": ("hot",)}, "at least one flag"),
         (multiplier, {"variants": ("hot=--checkout=x",)}, "a checkout of this"),
+        (multiplier, {"ladder": True, "depths": (8,)}, "--ladder.*got --depths"),
+        (multiplier, {"ladder": True, "steps": (9,), "seeds": (1,)}, "got --steps, --seeds"),
     ],
 )
 def test_flags_that_cannot_be_measured_are_refused(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dev.house import imports, nodes
 
 # As a word of its own or as a part of an identifier, such as `gpu` in `gpu_attention`.
-VENDOR = re.compile(r"(?<![a-z])(torch_npu|cuda|npus?|nccl|hccl|gpus?|nvidia|ascend|flash)(?![a-z])", re.IGNORECASE)
+VENDOR = re.compile(r"(?<![a-z])(torch_npu|cuda|npus?|mps|nccl|hccl|gpus?|nvidia|ascend|flash)(?![a-z])", re.IGNORECASE)
 MAY_NAME_A_VENDOR = ("nanochat/platforms/", "nanochat/device.py")
 PUBLISHED = re.compile("num_gpus|nanochat_ascend")  # upstream's flag of chat_web, and our model type
 DEVICE_NAMES = {"device_type", "backend", "type"}  # attributes that say which device this is

@@ -1,4 +1,4 @@
-"""The torch_npu wheels of the package index, of which only the text is read: a few ranges of each file over HTTP.
+"""Wheels of the package index, of which only the text is read: a few ranges of each file over HTTP.
 
 A wheel is 40 MB and more, nearly all of it compiled. Its Python files, operator lists and metadata are kept as a small
 zip in the user's cache folder.
@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from html import unescape
 from io import BytesIO
@@ -23,10 +24,34 @@ from tools_npu.versions import order
 
 GAP = 256 << 10  # bytes between two wanted members that are cheaper to read than another request
 SECONDS = 60.0
-TAIL = 1 << 20  # the end of a wheel, where its table of contents is
-# The wheel for one platform serves all machines, because only its text is read.
-PLATFORM = re.compile(r"torch_npu-([^-]+)-cp311-cp311-manylinux\w+_x86_64[\w.]*\.whl")
-WANTED = re.compile(r".*(\.py|\.yaml|/METADATA)")
+TAIL = 2 << 20  # the end of a wheel, where its table of contents is
+
+
+@dataclass(frozen=True)
+class Wheels:
+    """The wheels of a project for one platform, and which of their members are wanted."""
+
+    project: str  # as the file names spell it
+    platform: re.Pattern[str]  # of a whole file name, with the version as its group
+    wanted: re.Pattern[str]
+    where: str  # the platform in words
+
+
+# One platform's wheels serve all machines, because only their text is read.
+TORCH_NPU = Wheels(
+    "torch_npu",
+    re.compile(r"torch_npu-([^-]+)-cp311-cp311-manylinux\w+_x86_64[\w.]*\.whl"),
+    re.compile(r".*(\.py|\.yaml|/METADATA)"),
+    "Python 3.11 on x86_64",
+)
+TORCH_FOR_MACS = Wheels(
+    "torch",
+    re.compile(r"torch-([^-]+)-cp312-cp312-macosx\w+_arm64\.whl"),
+    re.compile(
+        r"torch/(mps/\w+|backends/mps/__init__|random)\.py|torchgen/packaged/ATen/native/native_functions\.yaml"
+    ),
+    "Python 3.12 on a Mac",
+)
 
 
 class NoNetwork(Exception):
@@ -47,28 +72,28 @@ def index() -> str:
 
 
 @cache
-def releases() -> dict[str, str]:
+def releases(wheels: Wheels = TORCH_NPU) -> dict[str, str]:
     """Version -> address of every wheel on the index, the oldest first, release candidates left out."""
-    page = index().rstrip("/") + "/torch-npu/"
+    page = f"{index().rstrip('/')}/{wheels.project.replace('_', '-')}/"
     text = _get(page).decode("utf-8", "replace")
     found: dict[str, str] = {}
     for address, name in re.findall(r'<a [^>]*href="([^"]+)"[^>]*>([^<]+)</a>', text):
-        named = PLATFORM.fullmatch(name.strip())
+        named = wheels.platform.fullmatch(name.strip())
         if named and re.fullmatch(r"\d+(\.\d+)*(\.post\d+)?", named[1]):
             found[named[1]] = urljoin(page, unescape(address).split("#")[0])
     return dict(sorted(found.items(), key=lambda item: order(item[0])))
 
 
-def text_of(version: str) -> Path:
+def text_of(version: str, wheels: Wheels = TORCH_NPU) -> Path:
     """A zip of the text of a version's wheel, from the cache or from the index; NoNetwork if that fails."""
-    kept = cache_folder() / f"torch_npu-{version}-text.zip"
+    kept = cache_folder() / f"{wheels.project}-{version}-text.zip"
     if not kept.exists():
-        if version not in releases():
-            raise NoNetwork(f"the index has no torch_npu {version} for Python 3.11 on x86_64")
+        if version not in releases(wheels):
+            raise NoNetwork(f"the index has no {wheels.project} {version} for {wheels.where}")
         kept.parent.mkdir(parents=True, exist_ok=True)
         draft = kept.with_suffix(f".{os.getpid()}.part")
         with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as out:
-            for name, content in _members(releases()[version]):
+            for name, content in _members(releases(wheels)[version], wheels.wanted):
                 out.writestr(name, content)
         os.replace(draft, kept)
     return kept
@@ -112,14 +137,14 @@ class _Sparse(BytesIO):
         raise OSError(f"bytes {self.place} to {end} were not fetched")
 
 
-def _members(address: str) -> Iterator[tuple[str, bytes]]:
+def _members(address: str, pattern: re.Pattern[str]) -> Iterator[tuple[str, bytes]]:
     """The names and contents of the wanted members of a wheel."""
     with urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=SECONDS) as answer:
         size = int(answer.headers["Content-Length"])
     spans = [(max(size - TAIL, 0), _get(address, -min(TAIL, size)))]
     table = zipfile.ZipFile(_Sparse(size, spans))
     wanted = sorted(
-        (one for one in table.infolist() if WANTED.fullmatch(one.filename)), key=lambda one: one.header_offset
+        (one for one in table.infolist() if pattern.fullmatch(one.filename)), key=lambda one: one.header_offset
     )
     ends = [
         (one.header_offset, one.header_offset + one.compress_size + 30 + 2 * len(one.filename) + 256) for one in wanted

@@ -94,7 +94,7 @@ class HostMemory:
         """Return memory for a tensor: that of its last copy if shape and dtype match, else new."""
         memory = self._copies.get(name)
         if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
-            pinned = self.compute.platform.has_own_memory
+            pinned = self.compute.platform.pins_memory
             memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             self._copies[name] = memory
         return memory
