@@ -247,7 +247,9 @@ def verify(folder: Path, training: bool = True) -> str:
         AttributeError,
         RecursionError,
     ) as failure:  # not our format
-        return tr("meta.json cannot be read ({cause})", cause=failure.__cause__ or repr(failure))
+        reason = failure if isinstance(failure, OSError) else failure.__cause__
+        cause = in_words(reason) if reason else repr(failure)
+        return tr("meta.json cannot be read ({cause})", cause=cause)
     if not is_intact:
         return tr("meta.json has a wrong SHA-256")
     outside = [name for name in seals if Path(name).name != name]
@@ -307,7 +309,7 @@ def _index_problem(folder: Path, verified_files: Container[str]) -> str:
     try:
         places = read_index(folder)
     except (ValueError, OSError) as failure:
-        return str(failure)
+        return in_words(failure)
     indexed_files = {piece.file for pieces in places.values() for piece in pieces}
     unknown = sorted(file for file in indexed_files if file not in verified_files)
     if unknown:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.common import UserError, fsync_path, read_json, sha256_of, tr, write_json
+from nanochat.data.library_words import in_words
 from nanochat.data.parquet_footers import check_packing
 
 COLUMN = "text"
@@ -341,8 +342,7 @@ def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
         for texts in read_column(path, COLUMN, size):
             yield [text for text in texts if text]
     except (pa.ArrowException, OSError, ValueError) as failure:
-        why = str(failure).splitlines()[0] if str(failure) else repr(failure)
-        raise _damaged(path, why) from failure
+        raise _damaged(path, in_words(failure).splitlines()[0]) from failure
 
 
 def count_rows(path: Path) -> int:
@@ -355,7 +355,7 @@ def count_rows(path: Path) -> int:
     try:
         return pq.read_metadata(path).num_rows
     except (pa.ArrowException, OSError) as failure:
-        raise _damaged(path, str(failure).splitlines()[0]) from failure
+        raise _damaged(path, in_words(failure).splitlines()[0]) from failure
 
 
 def texts(paths: Iterable[Path]) -> Iterator[str]:

@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat.common import atomic_path, tr, warn
+from nanochat.data.library_words import in_words
 from nanochat.dataloader import Rows
 from nanochat.device import Compute, to_device
 from nanochat.runtime import parallel, signals
@@ -67,7 +68,7 @@ def _load(path: Path, shape: tuple[int, ...]) -> Scores | None:
             expected=shape,
         )
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as failure:
-        why = str(failure)
+        why = in_words(failure)
     warn(
         tr(
             "the reference's log-probabilities in {path} cannot be used and are computed "

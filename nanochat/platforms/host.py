@@ -19,6 +19,7 @@ import torch
 
 from nanochat.common import UserError, tr, warn
 from nanochat.data import limits
+from nanochat.data.library_words import in_words
 
 MEMORY = Path("/proc/meminfo")
 # Folders of other programs' compiled code, which by default lie in the user's own cache.
@@ -156,7 +157,7 @@ def _is_usable(folder: Path, is_named: bool = False) -> bool:
     except OSError as failure:
         if not is_named:
             return False
-        why = str(failure)
+        why = in_words(failure)
     if why:
         warn(tr("compiled code is not loaded from {folder}: {why}", folder=folder, why=why))
         return False

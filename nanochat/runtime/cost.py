@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from nanochat.common import UserError, base_dir, read_json, write_json
+from nanochat.common import UserError, base_dir, read_json, tr, write_json
+from nanochat.data.library_words import os_problem
 
 EVERY_SECONDS = 0.5  # the shortest time between two samples
 # The largest share of a long run's time to spend on samples, each of which walks all pages.
@@ -139,7 +140,11 @@ def measure(name: str, command: list[str]) -> int:
         process = subprocess.Popen(command)
     except OSError as failure:
         raise UserError(
-            f"{command[0]} cannot be run: {failure.strerror}. Check the name of the command.",
+            tr(
+                "{command} cannot be run: {problem}. Check the name of the command.",
+                command=command[0],
+                problem=os_problem(failure),
+            ),
             exit_code=127,
         ) from failure
 

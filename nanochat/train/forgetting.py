@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat.common import UserError, log, tr
+from nanochat.data.library_words import os_problem
 from nanochat.dataloader import IGNORED
 from nanochat.device import Compute
 from nanochat.evals import loss
@@ -59,7 +60,7 @@ def _read_text(file: Path) -> str:
     try:
         return file.expanduser().read_text(encoding="utf-8-sig")
     except OSError as error:
-        reason = error.strerror or type(error).__name__
+        reason = os_problem(error)
     except UnicodeDecodeError:
         reason = tr("not UTF-8")
     raise UserError(

@@ -63,6 +63,7 @@ def test_no_message_quotes_a_reason_raw() -> None:
             kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
             if not LIBRARYS & {ast.unparse(kind) for kind in kinds}:
                 continue
+            raw += [f"{path.relative_to(ROOT)}:{line}" for line in outside_of_tr(handler, handler.name)]
             quotes = {handler.name, f"{handler.name}.strerror", f"{handler.name}.msg"}
             for call in ast.walk(handler):
                 if not isinstance(call, ast.Call) or getattr(call.func, "id", "") != "tr":
@@ -72,3 +73,20 @@ def test_no_message_quotes_a_reason_raw() -> None:
                     if ast.unparse(value.value) in quotes and f"{{{value.arg}!r}}" not in template:
                         raw.append(f"{path.relative_to(ROOT)}:{value.value.lineno}")
     assert raw == []
+
+
+def outside_of_tr(handler: ast.ExceptHandler, name: str) -> list[int]:
+    """Return the lines that take an exception's text as it is, unless another OSError is made of it."""
+    copies = (
+        call
+        for call in ast.walk(handler)
+        if (isinstance(call, ast.Call) and getattr(call.func, "id", "") == "OSError") or isinstance(call, ast.Dict)
+    )
+    copied = {part for copy in copies for part in ast.walk(copy)}
+    return [
+        node.lineno
+        for node in ast.walk(handler)
+        if isinstance(node, ast.Attribute | ast.Call)
+        and ast.unparse(node) in (f"{name}.strerror", f"str({name})")
+        and node not in copied
+    ]

@@ -21,6 +21,7 @@ from typing import BinaryIO, TypeVar
 import requests
 
 from nanochat.common import UserError, fsync_path, read_json, sha256_of, tr, visible, write_json
+from nanochat.data.library_words import in_words
 from nanochat.data.locks import hold_lock, open_regular
 from nanochat.data.sources import net
 from nanochat.data.sources.hub import how_to_be_admitted
@@ -352,7 +353,7 @@ def _fetch_remaining(remote: Remote, transfer: _Transfer) -> Fetched:
         except UserError:  # no further attempt would help
             raise
         except ValueError as problem:
-            raise _start_over(file, transfer, str(problem)) from problem
+            raise _start_over(file, transfer, in_words(problem)) from problem
         size = file.tell()
         os.replace(partial_path, remote.path)
     _etag_file(remote.path).unlink(missing_ok=True)

@@ -155,7 +155,7 @@ def has_columns(source: Source) -> Callable[[Path], None]:
         try:
             schema = pq.read_schema(path)
         except (pa.ArrowException, OSError) as failure:
-            reason = str(failure).splitlines()[0]
+            reason = in_words(failure).splitlines()[0]
             raise ValueError(tr("the file is not parquet: {reason}", reason=reason)) from failure
         has_all = all(column in schema.names for column in source.columns)
         if not has_all or str(schema.field(COLUMN).type) not in ("string", "large_string"):

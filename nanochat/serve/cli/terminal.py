@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from nanochat import common
 from nanochat.common import tr
+from nanochat.data.library_words import os_problem
 from nanochat.data.locks import open_regular
 
 HISTORY_LINES = 1000
@@ -206,7 +207,7 @@ def _read_history(readline: Any, path: Path) -> str:
     except common.UserError:  # reading a pipe would block, and writing would follow a link
         return tr("it must be an ordinary file of yours")
     except OSError as failure:
-        return failure.strerror or str(failure)
+        return os_problem(failure)
     with contextlib.suppress(OSError):  # the file may be in another line editor's format
         readline.read_history_file(path)
     return ""

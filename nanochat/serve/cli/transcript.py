@@ -37,7 +37,8 @@ def write_transcript(path: Path, messages: list[Message]) -> None:
     try:
         write_json(path, {"format": FORMAT, "version": 1, "messages": items})
     except (OSError, ValueError) as failure:  # ValueError: the path holds a null byte
-        reason = failure.strerror if isinstance(failure, OSError) else failure
+        is_refused = isinstance(failure, OSError)
+        reason = os_problem(failure) if is_refused else tr("the path holds a null byte")
         raise UserError(
             tr(
                 "{path} cannot be written ({reason}): name a file in a folder of yours",
