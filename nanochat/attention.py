@@ -119,6 +119,21 @@ class PlainAttention:
         )
         return y.transpose(1, 2)
 
+    def by_documents(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, T, Hkv, D)
+        v: Tensor,  # (B, T, Hkv, D)
+        positions: Tensor,  # (B, T) the position of each token in its document
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor | None:  # (B, T, H, D)
+        """Compute causal attention within the window and each document of a row, without a mask.
+
+        Returns None if the device needs a mask.
+        """
+        return None
+
     def extend(
         self,
         q: Tensor,  # (B, T, H, D)

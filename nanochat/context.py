@@ -122,6 +122,9 @@ class Packed(Context):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
         """Compute causal attention within each document and the window."""
+        y = self.attention.by_documents(q, k, v, self.positions, window, scale)
+        if y is not None:
+            return y
         T = q.size(1)
         if window >= T - 1:
             return self.attention.masked(q, k, v, self.seen, scale)

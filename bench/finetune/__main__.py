@@ -2,19 +2,24 @@
 
 python -m bench.finetune --quick                      # ours alone on small shapes, in 50 seconds
 python -m bench.finetune --against transformers       # minutes; needs transformers and peft
+python -m bench.finetune --against matmuls --shapes qwen3-moe --modes lora
 
 What is compared: a step of an adapter and a step of the whole model, in small Qwen3 (dense and with
-experts) and Qwen3.5 shapes with random weights, on random tokens. How: every side is a process of its own; the two sides
-of a row take turns, one step each, so that a busy machine slows them equally. The median step
-counts, in CPU seconds. Our step is compiled, as scripts.finetune does where the run is long enough
-to repay it; transformers' Trainer does not compile unless it is asked to.
+experts) and Qwen3.5 shapes with random weights, on random tokens. The side "matmuls" computes
+nothing but the matrix products of such a step (bench/finetune/matmuls.py), so that our speed beside
+its speed is the share of our step that they take. How: every side is a process of its own; the
+sides of a row take turns, one step each, so that a busy machine slows them equally. The median step
+counts, in CPU seconds. Each row is printed as soon as it is measured. Our step is compiled, as
+scripts.finetune does where the run is long enough to repay it; transformers' Trainer does not
+compile unless it is asked to.
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from bench import tables
 from bench.processes import (
@@ -32,10 +37,12 @@ from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.common import log, run
 from nanochat.models.qwen.config import QwenConfig
 
-RANK = 8
+Shape = Literal["qwen3", "qwen3-moe", "qwen3.5"]
+Mode = Literal["lora", "full"]
+RANKS: dict[Mode, int] = {"lora": 8, "full": 0}
 BATCH = (4, 512)  # rows of a step, and tokens of a row
 QUICK_BATCH = (2, 256)
-SHAPES = {
+SHAPES: dict[Shape, QwenConfig] = {
     "qwen3": replace(QWEN3, n_hidden=1536),
     "qwen3-moe": replace(
         QWEN3,
@@ -68,8 +75,12 @@ class Config:
 
     quick: bool = False
     """small shapes, few steps, ours alone and not compiled, so that it ends within 50 seconds"""
-    against: tuple[Literal["transformers"], ...] = ()
-    """what to measure beside ours: transformers, with peft's adapters"""
+    against: tuple[Literal["transformers", "matmuls"], ...] = ()
+    """what to measure beside ours: transformers with peft's adapters, or the bare matrix products"""
+    shapes: tuple[Shape, ...] = get_args(Shape)
+    """shapes to measure"""
+    modes: tuple[Mode, ...] = get_args(Mode)
+    """what is trained: an adapter (lora) or the whole model (full)"""
     steps: int = 3
     """timed steps of each side; more steps give steadier medians"""
 
@@ -108,15 +119,22 @@ def figures(results: Mapping[str, Steps], tokens: int) -> dict[str, float]:
     for name, peer in results.items():
         if name != "ours":
             summary[f"vs_{name}"] = ours.speed(tokens) / peer.speed(tokens)
-            summary[f"memory_vs_{name}"] = ours.peak_bytes / peer.peak_bytes
+            if name != "matmuls":
+                summary[f"memory_vs_{name}"] = ours.peak_bytes / peer.peak_bytes
     return summary
+
+
+def cells(name: str, steps: Steps, tokens: int) -> list[str]:
+    """Return a side's row of the table; bare products have neither a loss nor a memory to show."""
+    figures = steps.cells(tokens)
+    return [name, *figures[:2]] if name == "matmuls" else [name, *figures]
 
 
 def main(cfg: Config) -> None:
     """Measure and print."""
     check_at_least(1, steps=cfg.steps)
     check_peers(cfg.quick, cfg.against)
-    if cfg.against:
+    if "transformers" in cfg.against:
         check_installed("transformers", "transformers", "peft")
     dtype = own_dtype()
     batch = BATCH
@@ -124,18 +142,17 @@ def main(cfg: Config) -> None:
         cfg = replace(cfg, steps=2)
         batch = QUICK_BATCH
     step_tokens = math.prod(batch)
+    log(f"{step_tokens:,} tokens a step, {dtype}, median of {cfg.steps} steps")
     result: dict[str, Any] = {"dtype": dtype, "quick": cfg.quick}
-    rows = []
-    for family, shape in SHAPES.items():
+    for name, mode in itertools.product(cfg.shapes, cfg.modes):
+        shape = SHAPES[name]
         if cfg.quick:
             shape = replace(shape, **SMALL)
-        for mode, rank in (("lora", RANK), ("full", 0)):
-            results = measure(shape, rank, dtype, batch, cfg)
-            result[f"{family} {mode}"] = figures(results, step_tokens)
-            for name, steps in results.items():
-                rows.append([f"{family} {mode}", name, *steps.cells(step_tokens)])
-    log(f"{step_tokens:,} tokens a step, {dtype}, median of {cfg.steps} steps")
-    tables.show(("", "side", *STEP_TITLES), rows)
+        row = f"{name} {mode}"
+        results = measure(shape, RANKS[mode], dtype, batch, cfg)
+        result[row] = figures(results, step_tokens)
+        sides = [cells(side_name, steps, step_tokens) for side_name, steps in results.items()]
+        tables.show((row, *STEP_TITLES), sides)
     tables.finish("finetune", result)
 
 

@@ -3,6 +3,7 @@
 It answers each request, a number of steps, as child.time_steps does.
 """
 
+import math
 from collections.abc import Callable
 from itertools import count, islice
 from typing import Any
@@ -97,13 +98,35 @@ def transformers(task: dict[str, Any]) -> tuple[Step, int]:
     return step, parameters
 
 
+def matmuls(task: dict[str, Any]) -> tuple[Step, int]:
+    """Return a step that only multiplies, with as many products as a step of ours needs."""
+    from bench.finetune.matmuls import multiplier
+    from nanochat.models.lora import LoraConfig, add_adapters
+    from nanochat.models.qwen.config import QwenConfig
+    from nanochat.models.qwen.model import Qwen
+
+    with torch.device("meta"):
+        model = Qwen(QwenConfig(**task["shape"]))
+    if task["rank"]:
+        add_adapters(model, LoraConfig(task["rank"], ALPHA))
+    multiply = multiplier(model, task["batch"], getattr(torch, task["dtype"]))
+
+    def step(inputs: Tensor, targets: Tensor) -> float:
+        multiply()
+        return math.nan
+
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return step, parameters
+
+
 def main() -> None:
     """Make the side, warm it up, and answer requests until the input ends."""
     answer = child.answers()
     task = child.task()
     torch.set_num_threads(1)
     torch.manual_seed(42)
-    make = {"ours": ours, "transformers": transformers}[task["side"]]
+    sides = {"ours": ours, "transformers": transformers, "matmuls": matmuls}
+    make = sides[task["side"]]
     step, parameters = make(task)
     vocab_size = task["shape"]["vocab_size"]
     rows, tokens = task["batch"]

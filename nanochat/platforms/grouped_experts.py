@@ -6,6 +6,7 @@ nothing, each matrix is read once, and the host waits for the device once in a l
 Shapes: N tokens, K experts of each token, M = N * K rows, E experts, C channels.
 """
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -17,39 +18,60 @@ from nanochat.platforms.operations import Operations
 
 # --- matrix products ------------------------------------------------------------------------------
 
+# The two products are operators that are opaque to torch's compiler, because the shapes of their
+# parts depend on the values of `counts`.
+
 
 @torch.library.custom_op("nanochat::grouped_product", mutates_args=())
-def _product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows of each expert by its matrix; opaque, as it depends on the values of ends."""
+def _product(
+    x: Tensor,  # (M, inputs)
+    weights: Tensor,  # (E, outputs, inputs)
+    counts: Tensor,  # (E,) on the host
+) -> Tensor:  # (M, outputs)
+    """Multiply the rows of each expert by its matrix."""
     y = x.new_empty(x.size(0), weights.size(1))
-    start = 0
-    for weight, end in zip(weights.unbind(), ends.tolist(), strict=True):
-        if end > start:
-            torch.mm(x[start:end], weight.mT, out=y[start:end])
-        start = end
+    rows = counts.tolist()
+    for expert_x, weight, expert_y in zip(
+        x.split(rows),
+        weights.unbind(),
+        y.split(rows),
+        strict=True,
+    ):
+        if len(expert_x):
+            torch.mm(expert_x, weight.mT, out=expert_y)
     return y
 
 
 @_product.register_fake
-def _(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def _(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return x.new_empty(x.size(0), weights.size(1))
 
 
 @torch.library.custom_op("nanochat::grouped_gradient", mutates_args=())
-def _gradient(y_grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+def _gradient(
+    y_grad: Tensor,  # (M, outputs)
+    x: Tensor,  # (M, inputs)
+    counts: Tensor,  # (E,) on the host
+) -> Tensor:  # (E, outputs, inputs)
     """Return the gradients of the experts' matrices; those of experts without rows are zero."""
-    gradient = x.new_zeros(ends.size(0), y_grad.size(1), x.size(1))
-    start = 0
-    for matrix, end in zip(gradient.unbind(), ends.tolist(), strict=True):
-        if end > start:
-            torch.mm(y_grad[start:end].mT, x[start:end], out=matrix)
-        start = end
+    gradient = x.new_empty(counts.size(0), y_grad.size(1), x.size(1))
+    rows = counts.tolist()
+    for expert_grad, expert_x, weight_grad in zip(
+        y_grad.split(rows),
+        x.split(rows),
+        gradient.unbind(),
+        strict=True,
+    ):
+        if len(expert_x):
+            torch.mm(expert_grad.mT, expert_x, out=weight_grad)
+        else:
+            weight_grad.zero_()
     return gradient
 
 
 @_gradient.register_fake
-def _(y_grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(ends.size(0), y_grad.size(1), x.size(1))
+def _(y_grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(counts.size(0), y_grad.size(1), x.size(1))
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -60,55 +82,106 @@ class _GroupedProduct(torch.autograd.Function):
         ctx: Any,
         x: Tensor,  # (M, inputs), sorted by expert
         weights: Tensor,  # (E, outputs, inputs)
-        ends: Tensor,  # (E,) on the host: the row after the last one of each expert
+        counts: Tensor,  # (E,) on the host: the rows of each expert
     ) -> Tensor:  # (M, outputs)
-        needs_weights = ctx.needs_input_grad[0]
-        needs_x = ctx.needs_input_grad[1]
-        ctx.save_for_backward(x if needs_x else None, weights if needs_weights else None, ends)
-        return _product(x, weights, ends)
+        needs_x_grad, needs_weights_grad, _ = ctx.needs_input_grad
+        ctx.save_for_backward(
+            x if needs_weights_grad else None,
+            weights if needs_x_grad else None,
+            counts,
+        )
+        return _product(x, weights, counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, ends = ctx.saved_tensors
+        x, weights, counts = ctx.saved_tensors
         y_grad = grads[0].contiguous()
-        x_grad = None if weights is None else _product(y_grad, weights.mT, ends)
-        weights_grad = None if x is None else _gradient(y_grad, x, ends)
+        x_grad = None
+        weights_grad = None
+        if weights is not None:
+            x_grad = _product(y_grad, weights.mT, counts)
+        if x is not None:
+            weights_grad = _gradient(y_grad, x, counts)
         return x_grad, weights_grad, None
 
 
 # --- tokens to rows and back ----------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Sorted:
+    """The rows of a layer's experts: each token has K of them, and they are sorted by expert."""
+
+    token: Tensor  # (M,) the token of each row
+    place: Tensor  # (M,) the row of each token's first expert, its second one, ..., token by token
+    shares: Tensor  # (M, 1) of each row in its token's output
+    counts: Tensor  # (E,) on the host: the rows of each expert
+
+
+def sorted_rows(
+    chosen: Tensor,  # (N, K) numbers of the experts
+    shares: Tensor,  # (N, K)
+    num_experts: int,
+) -> Sorted:
+    """Sort the pairs of a token and an expert by expert, and then by token."""
+    experts = chosen.flatten()  # (M,)
+    order = experts.argsort(stable=True)  # (M,) the pair of each row
+    rows = torch.arange(order.size(0), device=order.device)
+    place = torch.empty_like(order).scatter_(0, order, rows)
+    counts = experts.new_zeros(num_experts)
+    counts.scatter_add_(0, experts, torch.ones_like(experts))
+    row_shares = shares.flatten().index_select(0, order)
+    return Sorted(
+        token=order // chosen.size(1),
+        place=place,
+        shares=row_shares[:, None],
+        counts=counts.cpu(),
+    )
+
+
 def _to_rows(x: Tensor, token: Tensor) -> Tensor:  # (N, C), (M,) -> (M, C)
     return x.index_select(0, token)
 
 
-def _to_tokens(rows: Tensor, place: Tensor, count: int) -> Tensor:  # (M, C), (M,) -> (N, C)
-    return rows.index_select(0, place).unflatten(0, (-1, count)).sum(dim=1)
+def _to_tokens(rows: Tensor, place: Tensor, K: int) -> Tensor:  # (M, C), (M,) -> (N, C)
+    by_token = rows.index_select(0, place).unflatten(0, (-1, K))
+    return by_token.sum(dim=1)
 
 
 class _ToRows(torch.autograd.Function):
     """Copies each token to its rows; the gradient adds the rows up without atomic operations."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, place: Tensor, count: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (N, C)
+        token: Tensor,  # (M,)
+        place: Tensor,  # (M,)
+        K: int,
+    ) -> Tensor:  # (M, C)
         ctx.save_for_backward(place)
-        ctx.count = count
+        ctx.K = K
         return _to_rows(x, token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (place,) = ctx.saved_tensors
-        return _to_tokens(grads[0], place, ctx.count), None, None, None
+        return _to_tokens(grads[0], place, ctx.K), None, None, None
 
 
 class _ToTokens(torch.autograd.Function):
     """Adds up the rows of each token; the gradient copies each token to its rows."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, token: Tensor, place: Tensor, count: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,  # (M, C)
+        token: Tensor,  # (M,)
+        place: Tensor,  # (M,)
+        K: int,
+    ) -> Tensor:  # (N, C)
         ctx.save_for_backward(token)
-        return _to_tokens(rows, place, count)
+        return _to_tokens(rows, place, K)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -124,31 +197,38 @@ class GroupedExperts(Experts):
 
     operations: Operations
 
-    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        experts = chosen.flatten()  # (M,) the expert of each row, unsorted
+    def forward(
+        self,
+        x: Tensor,  # (N, C)
+        chosen: Tensor,  # (N, K)
+        shares: Tensor,  # (N, K)
+    ) -> Tensor:  # (N, C)
         K = chosen.size(1)
-        order = experts.argsort(stable=True)
-        place = torch.empty_like(order)  # where the sorted rows have each unsorted row
-        place.scatter_(0, order, torch.arange(order.size(0), device=order.device))
-        counts = experts.new_zeros(self.down_proj.size(0))
-        counts.scatter_add_(0, experts, torch.ones_like(experts))
-        ends = counts.cumsum(0).cpu()
-        token = order // K
-
-        rows = cast(Tensor, _ToRows.apply(x, token, place, K))
-        gate, up = self._grouped("gate_up_proj", rows, ends).chunk(2, dim=-1)
+        rows = sorted_rows(chosen, shares, self.num_experts)
+        inputs = cast(Tensor, _ToRows.apply(x, rows.token, rows.place, K))
+        hidden = self._grouped("gate_up_proj", inputs, rows.counts)
+        gate, up = hidden.chunk(2, dim=-1)
         # The down matrices are linear, so that shares may come before them: fewer channels are
         # multiplied, and the outputs need not be saved for the gradients of the shares.
-        inner = swiglu(gate, up) * shares.flatten().index_select(0, order)[:, None]
-        outputs = self._grouped("down_proj", inner, ends)
-        return cast(Tensor, _ToTokens.apply(outputs, token, place, K))
+        inner = swiglu(gate, up) * rows.shares
+        outputs = self._grouped("down_proj", inner, rows.counts)
+        return cast(Tensor, _ToTokens.apply(outputs, rows.token, rows.place, K))
 
-    def _grouped(self, stack: str, x: Tensor, ends: Tensor) -> Tensor:
-        """Return the products of sorted rows with their experts' matrices and adapters."""
-        weights = cast(Tensor, getattr(self, stack)).to(x.dtype)
-        y = cast(Tensor, _GroupedProduct.apply(x, weights, ends))
-        if stack in self.adapters:
-            first, second = self.adapters[stack](x.dtype)
-            low = cast(Tensor, _GroupedProduct.apply(x, first, ends))
-            y = y + cast(Tensor, _GroupedProduct.apply(low, second, ends))
-        return y
+    def _grouped(
+        self,
+        stack: str,
+        x: Tensor,  # (M, inputs), sorted by expert
+        counts: Tensor,  # (E,)
+    ) -> Tensor:  # (M, outputs)
+        """Return the products of rows with their experts' matrices and adapters."""
+        weights = self.stack(stack).to(x.dtype)
+        y = _grouped_product(x, weights, counts)
+        if stack not in self.adapters:
+            return y
+        first, second = self.adapters[stack](x.dtype)
+        low = _grouped_product(x, first, counts)  # (M, rank)
+        return y + _grouped_product(low, second, counts)
+
+
+def _grouped_product(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    return cast(Tensor, _GroupedProduct.apply(x, weights, counts))

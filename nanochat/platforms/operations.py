@@ -111,6 +111,11 @@ class Operations(PlainAttention):
             if release is not None:
                 release()
 
+    # --- compiling -------------------------------------------------------------------------------
+
+    def prepare_compiling(self) -> None:
+        """Do what must be done before torch's compiler reads a model that trains."""
+
     # --- what a user is told ---------------------------------------------------------------------
 
     def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:

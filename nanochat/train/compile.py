@@ -288,6 +288,7 @@ def _compile(
     start = time.monotonic()
     rows = shape[0]
     compute.platform.prepare_compiling()
+    operations_of(model).prepare_compiling()
     from torch._dynamo.utils import counters
 
     missed = counters["inductor"]["fxgraph_cache_miss"]

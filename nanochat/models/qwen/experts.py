@@ -34,11 +34,16 @@ class Router(nn.Module):
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.n_embd))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (N, C)
-        """Return the numbers of each token's experts (N, K), and their shares (N, K) as x."""
-        scores = F.linear(x, self.weight.to(x.dtype))
+    def forward(
+        self,
+        x: Tensor,  # (N, C)
+    ) -> tuple[Tensor, Tensor]:  # (N, K) each
+        """Return the numbers of each token's experts, and their shares in the format of x."""
+        K = self.config.experts_per_token
+        weight = self.weight.to(x.dtype)
+        scores = F.linear(x, weight)  # (N, E)
         probabilities = F.softmax(scores, dim=-1, dtype=torch.float32)
-        shares, chosen = probabilities.topk(self.config.experts_per_token, dim=-1)
+        shares, chosen = probabilities.topk(K, dim=-1)
         if self.config.normed_shares:
             shares = shares / shares.sum(dim=-1, keepdim=True)
         return chosen, shares.to(x.dtype)
@@ -56,8 +61,11 @@ class Experts(nn.Module):
         E = config.n_experts
         C = config.n_embd
         inner = config.n_expert_hidden
-        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * inner, C))
-        self.down_proj = nn.Parameter(torch.empty(E, C, inner))
+        gate_up = torch.empty(E, 2 * inner, C)
+        down = torch.empty(E, C, inner)
+        self.num_experts = E
+        self.gate_up_proj = nn.Parameter(gate_up)
+        self.down_proj = nn.Parameter(down)
         self.adapters: dict[str, Factors] = {}
 
     def forward(
@@ -72,21 +80,34 @@ class Experts(nn.Module):
         which the tokens of an expert lie next to each other; see platforms/grouped_experts.py.
         """
         y = torch.zeros_like(x)
-        for expert in range(self.down_proj.size(0)):
-            token, place = (chosen == expert).nonzero(as_tuple=True)
-            gate, up = self._product("gate_up_proj", expert, x[token]).chunk(2, dim=-1)
+        for expert in range(self.num_experts):
+            is_chosen = chosen == expert
+            token, place = is_chosen.nonzero(as_tuple=True)
+            hidden = self._product("gate_up_proj", expert, x[token])
+            gate, up = hidden.chunk(2, dim=-1)
             output = self._product("down_proj", expert, swiglu(gate, up))
-            y = y.index_add(0, token, output * shares[token, place, None])
+            share = shares[token, place, None]
+            y = y.index_add(0, token, output * share)
         return y
 
-    def _product(self, stack: str, expert: int, x: Tensor) -> Tensor:
+    def stack(self, name: str) -> Tensor:  # (E, outputs, inputs)
+        """Return the matrices of all experts, "gate_up_proj" or "down_proj"."""
+        return cast(Tensor, getattr(self, name))
+
+    def _product(
+        self,
+        stack: str,
+        expert: int,
+        x: Tensor,  # (n, inputs), the tokens of the expert
+    ) -> Tensor:  # (n, outputs)
         """Return the product of x with an expert's matrix, plus what the stack's adapter adds."""
-        weight = cast(Tensor, getattr(self, stack))[expert]
+        weight = self.stack(stack)[expert]
         y = F.linear(x, weight.to(x.dtype))
-        if stack in self.adapters:
-            first, second = self.adapters[stack](x.dtype)
-            y = y + F.linear(F.linear(x, first[expert]), second[expert])
-        return y
+        if stack not in self.adapters:
+            return y
+        first, second = self.adapters[stack](x.dtype)
+        low = F.linear(x, first[expert])
+        return y + F.linear(low, second[expert])
 
 
 class MixtureOfExperts(nn.Module):
@@ -108,4 +129,5 @@ class MixtureOfExperts(nn.Module):
         y = self.experts(flat, chosen, shares).view_as(x)
         if self.shared_expert is None or self.shared_expert_gate is None:
             return y
-        return y + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        share = torch.sigmoid(self.shared_expert_gate(x))  # (B, T, 1)
+        return y + share * self.shared_expert(x)

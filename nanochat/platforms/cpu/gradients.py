@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanochat.common import base_dir
 from nanochat.loss import SOFTCAP, Criterion, Softcapped
+from nanochat.platforms import host
 from nanochat.platforms.cpu.kernels import EPSILON, Kernels
 from nanochat.platforms.cpu.products import Matrix, Matrix8
-from nanochat.platforms.cpu.training import ProductsInt8, Training, side_by_side
+from nanochat.platforms.cpu.training import ProductsInt8, Training, side_by_side, training
 
 Gradients = tuple[Tensor | None, ...]
 # Overwrites logits with the gradient of their losses' sum, and returns the losses (n,). The
@@ -266,44 +268,120 @@ class Product8:
         return Product.apply(self.use, x, weight)
 
 
+def attention_kernels() -> Training | None:
+    """Return the functions for training, compiled on first use, or None if they cannot be."""
+    return training(host.use_compile_cache(base_dir()))
+
+
+# The two operators are opaque to torch's compiler, so that compiled layers call them too.
+@torch.library.custom_op("nanochat::cpu_attention", mutates_args=())
+def _attention(
+    q: Tensor,  # (B, T, H, D)
+    k: Tensor,  # (B, T, Hkv, D)
+    v: Tensor,  # (B, T, Hkv, D)
+    positions: Tensor | None,  # (B, T)
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # (B, T, H, D), (B, H, T) fp32
+    q, k, v = (side_by_side(x) for x in (q, k, v))
+    kernels = attention_kernels()
+    assert kernels is not None
+    return kernels.attention(q, k, v, window, scale, positions)
+
+
+@_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor | None,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    B, T, H, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(B, H, T, dtype=torch.float32)
+
+
+@torch.library.custom_op("nanochat::cpu_attention_backward", mutates_args=())
+def _attention_backward(
+    y_grad: Tensor,  # (B, T, H, D)
+    q: Tensor,  # (B, T, H, D)
+    k: Tensor,  # (B, T, Hkv, D)
+    v: Tensor,  # (B, T, Hkv, D)
+    y: Tensor,  # (B, T, H, D)
+    log_sums: Tensor,  # (B, H, T) fp32
+    positions: Tensor | None,  # (B, T)
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # as q, k and v
+    y_grad, q, k, v, y = (side_by_side(x) for x in (y_grad, q, k, v, y))
+    q_grad, k_grad, v_grad = (x.new_empty(x.shape) for x in (q, k, v))
+    kernels = attention_kernels()
+    assert kernels is not None
+    kernels.attention_back(
+        q,
+        k,
+        v,
+        y,
+        y_grad,
+        log_sums,
+        (q_grad, k_grad, v_grad),
+        window,
+        scale,
+        positions,
+    )
+    return q_grad, k_grad, v_grad
+
+
+@_attention_backward.register_fake
+def _(
+    y_grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    log_sums: Tensor,
+    positions: Tensor | None,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
 class Attention(torch.autograd.Function):
     """Computes windowed causal attention; the backward pass recomputes the attention weights."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        use: Trained,
-        q: Tensor,  # (B, T, H, D)
+        q: Tensor,  # (B, T, H, D), for which Training.takes() is True
         k: Tensor,  # (B, T, Hkv, D)
         v: Tensor,  # (B, T, Hkv, D)
+        positions: Tensor | None,  # (B, T) of each token in its document; None: rows are documents
         window: int,
         scale: float,
     ) -> Tensor:  # (B, T, H, D)
-        q, k, v = (side_by_side(x) for x in (q, k, v))
-        y, log_sums = use.training.attention(q, k, v, window, scale)
-        ctx.use = use
+        y, log_sums = _attention(q, k, v, positions, window, scale)
         ctx.window = window
         ctx.scale = scale
-        ctx.save_for_backward(q, k, v, y, log_sums)
+        ctx.save_for_backward(q, k, v, y, log_sums, positions)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Gradients:
-        q, k, v, y, log_sums = ctx.saved_tensors
-        y_grad = side_by_side(grads[0])
-        input_grads = [x.new_empty(x.shape) for x in (q, k, v)]
-        ctx.use.training.attention_back(
+        q, k, v, y, log_sums, positions = ctx.saved_tensors
+        input_grads = _attention_backward(
+            grads[0],
             q,
             k,
             v,
             y,
-            y_grad,
             log_sums,
-            input_grads,
+            positions,
             ctx.window,
             ctx.scale,
         )
-        return None, *input_grads, None, None
+        return *input_grads, None, None, None
 
 
 class Smear(torch.autograd.Function):

@@ -24,7 +24,7 @@ from nanochat.platforms.cpu.gradients import Product8, Trained
 from nanochat.platforms.cpu.kernels import EPSILON, MANY_QUERIES, SUFFIXES, Kernels, kernels
 from nanochat.platforms.cpu.panels import MEASURED, Panels, serve_here
 from nanochat.platforms.cpu.stored import Packed, store, store_int8
-from nanochat.platforms.cpu.training import products_int8, training
+from nanochat.platforms.cpu.training import FP32_GRAIN, products_int8
 from nanochat.platforms.operations import Matrices, Operations, multiplied
 
 # In decoding, two products are faster than torch's operator if rows times keys are at least the
@@ -56,6 +56,7 @@ class CpuOperations(Operations):
         self.fuses_layers = compiles
         self._compiles = compiles
         self._kernels: Kernels | None = None  # set when a model is served
+        self._compiled_attention = False  # whether compiled layers call the C++ kernels
         # Shapes of matrices whose layout has been checked.
         self._compared: set[torch.Size] = set()
 
@@ -77,7 +78,7 @@ class CpuOperations(Operations):
         """
         if self._library is None:
             return None
-        gradient_kernels = training(host.use_compile_cache(base_dir()))
+        gradient_kernels = gradients.attention_kernels()
         if gradient_kernels is None:
             return None
         return Trained(self._library, gradient_kernels)
@@ -513,9 +514,8 @@ class CpuOperations(Operations):
         """
         B, _, H, D = q.shape
         factor = D**-0.5 if scale is None else scale
-        use = self._train(q, k, v)
-        if use is not None and use.training.takes(q):
-            return gradients.Attention.apply(use, q, k, v, window, factor)
+        if self._trains_attention(q, k, v):
+            return gradients.Attention.apply(q, k, v, None, window, factor)  # type: ignore[no-any-return]
         kernels = self._fast(q, k, v)
         if kernels is not None and _many(q, kernels):
             first = torch.zeros(B, dtype=torch.long)
@@ -524,6 +524,36 @@ class CpuOperations(Operations):
         if is_compiling() and q.dtype == torch.bfloat16 and is_plain:
             return BlockedAttention.apply(q, k, v, window, HIDDEN)  # type: ignore[no-any-return]
         return super().attend(q, k, v, window, scale)
+
+    def by_documents(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, T, Hkv, D)
+        v: Tensor,  # (B, T, Hkv, D)
+        positions: Tensor,  # (B, T)
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor | None:  # (B, T, H, D)
+        """Implement PlainAttention.by_documents with C++ kernels in fp32 training."""
+        if q.dtype != torch.float32 or not self._trains_attention(q, k, v):
+            return None
+        factor = q.size(3) ** -0.5 if scale is None else scale
+        return gradients.Attention.apply(q, k, v, positions, window, factor)  # type: ignore[no-any-return]
+
+    def prepare_compiling(self) -> None:
+        """Compile the C++ kernels that compiled layers call."""
+        self._compiled_attention = self._trained is not None
+
+    def _trains_attention(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Return whether gradients.Attention computes attention with its gradients here.
+
+        Compiled layers call it in fp32 only.
+        """
+        if is_compiling():
+            is_whole = q.dtype == torch.float32 and q.size(3) % FP32_GRAIN == 0
+            return self._compiled_attention and is_whole and torch.is_grad_enabled()
+        use = self._train(q, k, v)
+        return use is not None and use.training.takes(q)
 
     def masked(
         self,

@@ -44,12 +44,13 @@ PRODUCTS = {
 }
 # The bf16 versions exist only if the processor has AVX512-BF16.
 ATTENTION = {
-    "attention": (6, 7, 1),
-    "attention_back": (10, 7, 1),
+    "attention": (7, 7, 1),
+    "attention_back": (11, 7, 1),
 }
 # The head dimension must be a multiple of this for attention().
+FP32_GRAIN = 32
 GRAINS = {
-    torch.float32: 32,
+    torch.float32: FP32_GRAIN,
     torch.bfloat16: BLOCK,
 }
 
@@ -331,16 +332,19 @@ class Training(Functions):
         v: Tensor,  # (B, T, Hkv, D)
         window: int,
         scale: float,
+        positions: Tensor | None = None,  # (B, T) of each token in its document, only for fp32
     ) -> tuple[Tensor, Tensor]:  # (B, T, H, D), (B, H, T) fp32
         """Return causal attention, and the log-sum-exp of each query's scores in base 2.
 
-        A query sees its own key and at most `window` keys before it.
+        A query sees its own key and at most `window` keys before it, in its own document. Without
+        positions, a row is one document.
         """
         B, T, H, D = q.shape
         y = q.new_empty(q.shape)
         log_sums = q.new_empty(B, H, T, dtype=torch.float32)
         sizes = (B, T, H, k.size(2), D, min(window, T))
-        tensors = (q, k, v, y, log_sums, _strides(q, k, v, y))
+        positions = _contiguous(positions)
+        tensors = (q, k, v, positions, y, log_sums, _strides(q, k, v, y))
         self._call("attention", q.dtype, tensors, sizes, (scale,))
         return y, log_sums
 
@@ -355,12 +359,14 @@ class Training(Functions):
         input_grads: Sequence[Tensor],  # of q, k and v, written here
         window: int,
         scale: float,
+        positions: Tensor | None = None,
     ) -> None:
         """Write the gradients of attention() to `input_grads`, given its results and `y_grad`."""
         B, T, H, D = q.shape
         sizes = (B, T, H, k.size(2), D, min(window, T))
         strides = _strides(q, k, v, y, y_grad, *input_grads)
-        tensors = (q, k, v, y, y_grad, log_sums, *input_grads, strides)
+        positions = _contiguous(positions)
+        tensors = (q, k, v, positions, y, y_grad, log_sums, *input_grads, strides)
         self._call("attention_back", q.dtype, tensors, sizes, (scale,))
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nanochat.common import base_dir
+from nanochat.context import Packed
 from nanochat.platforms import host
 from nanochat.platforms.cpu.kernels import compiler, kernels
 from nanochat.platforms.cpu.operations import CpuOperations
@@ -171,6 +172,22 @@ def test_attention(
     compare(lambda _: attended, [q, k, v], nn.Module(), far)
     apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]  # heads that are not side by side
     compare(lambda _: attended, apart, nn.Module(), far)
+
+
+@pytest.mark.parametrize(("length", "window"), [(197, 500), (130, 20), (70, 69)])
+def test_attention_within_documents(length: int, window: int, threads: int) -> None:
+    whole = draw(2, length, 8, 64, dtype=torch.float32)
+    q, k, v = whole.split([4, 2, 2], dim=2)
+    begins = torch.rand(2, length, generator=torch.Generator().manual_seed(1)) < 0.1
+    context = Packed(begins.long().cumsum(dim=1))
+
+    def attended(operations: Operations, given: Sequence[Tensor]) -> list[Tensor]:
+        q, k, v = given
+        assert (operations.by_documents(q, k, v, context.positions, window) is None) == (operations is SLOW)
+        context.attention = operations
+        return [context.attend(0, q, k, v, window)]
+
+    compare(lambda _: attended, [q, k, v], nn.Module())
 
 
 @pytest.mark.skipif("amx_bf16" not in host.cpu_flags(), reason="the processor has no AMX")

@@ -11,6 +11,7 @@ namespace {
 struct Shape {
     int64_t rows, tokens, heads, kv_heads, size, window;
     float scale;
+    const int64_t *positions;  // (rows, tokens) the position of each token in its document; null: rows are documents
     int64_t padded() const { return (tokens + SIDE - 1) / SIDE * SIDE; }
     int64_t work() const { return rows * heads * tokens * std::min(tokens, window); }
 
@@ -19,6 +20,30 @@ struct Shape {
     Range seen_by(int64_t key, int64_t first, int64_t count) const {
         const int64_t from = std::max<int64_t>(key - first, 0), to = std::min(key - first + window + 1, count);
         return {from, std::max(from, to)};
+    }
+};
+
+// The documents of a row of tokens: a query sees no keys of other documents.
+class Documents {
+    const Shape &shape;
+    std::vector<int64_t> ends;  // for each token, the first token after its document
+
+  public:
+    Documents(const Shape &shape, int64_t row) : shape(shape), ends(shape.tokens, shape.tokens) {
+        if (!shape.positions) return;
+        const int64_t *own = shape.positions + row * shape.tokens;
+        for (int64_t t = shape.tokens - 2; t >= 0; t--) ends[t] = own[t + 1] == 0 ? t + 1 : ends[t + 1];
+    }
+
+    // Returns the first key that the queries from `first` on see.
+    int64_t earliest(int64_t first) const {
+        const int64_t begin = std::upper_bound(ends.begin(), ends.end(), first) - ends.begin();
+        return std::max(begin, first - shape.window);
+    }
+
+    Range seen_by(int64_t key, int64_t first, int64_t count) const {
+        const Range seen = shape.seen_by(key, first, count);
+        return {seen.from, std::max(seen.from, std::min(seen.to, ends[key] - first))};
     }
 };
 
@@ -36,20 +61,20 @@ void gather_channels(const float *x, int64_t token, int64_t count, int64_t size,
 // Converts scores (keys, 64) of the queries from `first` on into unnormalized weights, exp(scale (score - largest score
 // of the query)). Also writes the sum of each query's weights, and to `logs` the base-2 log-sum-exp of its scaled
 // scores.
-void weigh(float *scores, int64_t low, int64_t keys, int64_t first, int64_t count, const Shape &shape, float *sums,
-           float *logs) {
-    const float factor = shape.scale * LOG2E;
+void weigh(float *scores, int64_t low, int64_t keys, int64_t first, int64_t count, const Documents &documents,
+           float scale, float *sums, float *logs) {
+    const float factor = scale * LOG2E;
     Lanes most[VECTORS], total[VECTORS];
     for (int part = 0; part < VECTORS; part++) most[part] = Lanes{} - INFINITY, total[part] = Lanes{};
     for (int64_t t = 0; t < keys; t++) {
-        const Range seen = shape.seen_by(low + t, first, count);
+        const Range seen = documents.seen_by(low + t, first, count);
         for (int part = 0; part < VECTORS; part++) {
             const Lanes score = lanes(scores + t * SIDE + part * LANES) * factor;
             most[part] = larger(most[part], seen.holds(SIDE) ? score : where(seen, part * LANES, score, -INFINITY));
         }
     }
     for (int64_t t = 0; t < keys; t++) {
-        const Range seen = shape.seen_by(low + t, first, count);
+        const Range seen = documents.seen_by(low + t, first, count);
         for (int part = 0; part < VECTORS; part++) {
             float *at = scores + t * SIDE + part * LANES;
             Lanes weight = power_of_two_below(lanes(at) * factor - most[part]);
@@ -74,14 +99,15 @@ void attention(const Heads<float> &q, const Heads<float> &k, const Heads<float> 
         float sums[SIDE], own[SIDE];
         for (int64_t pair = begin; pair < end; pair++) {
             const int64_t b = pair / shape.heads, head = pair % shape.heads, kv = head / group;
+            const Documents documents(shape, b);
             gather(v.at(b, 0, kv, D), v.token, T, D, values.data());
             for (int64_t first = 0; first < T; first += SIDE) {
                 const int64_t count = std::min(SIDE, T - first);
-                const int64_t low = std::max<int64_t>(first - shape.window, 0), keys = first + count - low;
+                const int64_t low = documents.earliest(first), keys = first + count - low;
                 gather_channels(q.at(b, first, head, D), q.token, count, D, queries.data());
                 product<false>(keys, SIDE, k.at(b, low, kv, D), k.token, 1, queries.data(), SIDE, weights.data(), SIDE,
                                [=](int64_t) { return Range{0, D}; });
-                weigh(weights.data(), low, keys, first, count, shape, sums, own);
+                weigh(weights.data(), low, keys, first, count, documents, shape.scale, sums, own);
                 std::memcpy(logs + pair * T + first, own, count * sizeof(float));
                 product<false>(count, D, weights.data(), 1, SIDE, &values[low * D], D, out.data(), D, [=](int64_t i) {
                     return Range{0, std::min(first - low + i + TALL, keys)};  // queries see no later keys
@@ -96,15 +122,15 @@ void attention(const Heads<float> &q, const Heads<float> &k, const Heads<float> 
 // For a block of queries and a block of keys, converts scores into weights, and gradients of the weights into gradients
 // of the scores, (keys, 64) each.
 void slopes(float *scores, float *by_weight, int64_t low, int64_t keys, int64_t first, int64_t count,
-            const Shape &shape, const float *logs, const float *along) {
+            const Documents &documents, float scale, const float *logs, const float *along) {
     for (int64_t t = 0; t < keys; t++) {
-        const Range seen = shape.seen_by(low + t, first, count);
+        const Range seen = documents.seen_by(low + t, first, count);
         for (int part = 0; part < VECTORS; part++) {
             const int64_t at = t * SIDE + part * LANES;
-            Lanes weight = power_of_two_below(lanes(scores + at) * (shape.scale * LOG2E) - lanes(logs + part * LANES));
+            Lanes weight = power_of_two_below(lanes(scores + at) * (scale * LOG2E) - lanes(logs + part * LANES));
             if (!seen.holds(SIDE)) weight = where(seen, part * LANES, weight, 0);
             put(scores + at, weight);
-            put(by_weight + at, weight * (lanes(by_weight + at) - lanes(along + part * LANES)) * shape.scale);
+            put(by_weight + at, weight * (lanes(by_weight + at) - lanes(along + part * LANES)) * scale);
         }
     }
 }
@@ -120,6 +146,7 @@ void attention_back(const Heads<float> &q, const Heads<float> &k, const Heads<fl
             by_weight(SIDE * SIDE);
         for (int64_t pair = begin; pair < end; pair++) {
             const int64_t b = pair / shape.kv_heads, kv = pair % shape.kv_heads;
+            const Documents documents(shape, b);
             gather(k.at(b, 0, kv, D), k.token, T, D, all_keys.data());
             std::fill(by_key.begin(), by_key.end(), 0.0f);
             std::fill(by_value.begin(), by_value.end(), 0.0f);
@@ -138,7 +165,7 @@ void attention_back(const Heads<float> &q, const Heads<float> &k, const Heads<fl
                         for (int64_t j = 0; j < D; j++) along[i] += out[j] * by_out[j];
                     }
                     std::fill(by_query.begin(), by_query.end(), 0.0f);
-                    const int64_t start = std::max<int64_t>(first - shape.window, 0) / SIDE * SIDE;
+                    const int64_t start = documents.earliest(first) / SIDE * SIDE;
                     for (int64_t low = start; low < first + count; low += SIDE) {
                         const int64_t keys = std::min(SIDE, T - low);
                         const bool diagonal = low == first;
@@ -151,7 +178,8 @@ void attention_back(const Heads<float> &q, const Heads<float> &k, const Heads<fl
                                        scores.data(), SIDE, channels);
                         product<false>(keys, SIDE, v.at(b, low, kv, D), v.token, 1, grad_channels.data(), SIDE,
                                        by_weight.data(), SIDE, channels);
-                        slopes(scores.data(), by_weight.data(), low, keys, first, count, shape, log, along);
+                        slopes(scores.data(), by_weight.data(), low, keys, first, count, documents, shape.scale, log,
+                               along);
                         product<true>(keys, D, scores.data(), SIDE, 1, grads.data(), D, &by_value[low * D], D, later);
                         product<true>(keys, D, by_weight.data(), SIDE, 1, queries.data(), D, &by_key[low * D], D,
                                       later);

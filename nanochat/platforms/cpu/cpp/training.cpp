@@ -285,24 +285,26 @@ void shift(const T *k, T *y, int64_t tokens, int64_t length, int64_t heads, int6
 
 }  // namespace
 
-// `strides` holds two numbers for each tensor in the order below: from row to row, and from token to token.
+// `positions` may be null, and must be null for bf16. `strides` holds two numbers for each tensor in the order below:
+// from row to row, and from token to token.
 #define ATTENTION(T)                                                                                                   \
-    (T *q, T *k, T *v, T *y, float *logs, const int64_t *strides, int64_t threads, int64_t rows, int64_t tokens,       \
-     int64_t heads, int64_t kv_heads, int64_t size, int64_t window, float scale) {                                     \
+    (T *q, T *k, T *v, const int64_t *positions, T *y, float *logs, const int64_t *strides, int64_t threads,           \
+     int64_t rows, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t window, float scale) {       \
         const Heads<T> made[] = {{q, strides[0], strides[1]}, {k, strides[2], strides[3]},                             \
                                  {v, strides[4], strides[5]}, {y, strides[6], strides[7]}};                            \
-        attention(made[0], made[1], made[2], made[3], logs, {rows, tokens, heads, kv_heads, size, window, scale},      \
-                  threads);                                                                                            \
+        attention(made[0], made[1], made[2], made[3], logs,                                                            \
+                  {rows, tokens, heads, kv_heads, size, window, scale, positions}, threads);                           \
     }
 
 #define ATTENTION_BACK(T)                                                                                              \
-    (T *q, T *k, T *v, T *y, T *g, const float *logs, T *dq, T *dk, T *dv, const int64_t *strides, int64_t threads,    \
-     int64_t rows, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t window, float scale) {       \
+    (T *q, T *k, T *v, const int64_t *positions, T *y, T *g, const float *logs, T *dq, T *dk, T *dv,                   \
+     const int64_t *strides, int64_t threads, int64_t rows, int64_t tokens, int64_t heads, int64_t kv_heads,           \
+     int64_t size, int64_t window, float scale) {                                                                      \
         T *const all[] = {q, k, v, y, g, dq, dk, dv};                                                                  \
         Heads<T> made[8];                                                                                              \
         for (int i = 0; i < 8; i++) made[i] = {all[i], strides[2 * i], strides[2 * i + 1]};                            \
         attention_back(made[0], made[1], made[2], made[3], made[4], logs, made[5], made[6], made[7],                   \
-                       {rows, tokens, heads, kv_heads, size, window, scale}, threads);                                 \
+                       {rows, tokens, heads, kv_heads, size, window, scale, positions}, threads);                      \
     }
 
 extern "C" void attention_fp32 ATTENTION(float)
