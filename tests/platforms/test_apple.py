@@ -70,9 +70,10 @@ def on_a_mac() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def mac() -> Iterator[list[str]]:
+def mac(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with on_a_mac() as calls:
         yield calls
+        monkeypatch.undo()  # first what a test has put in place of the stand-ins
 
 
 # --- what the platform decides -------------------------------------------------------------------
