@@ -8,10 +8,9 @@ torchrun --standalone --nproc_per_node=8 -m scripts.finetune -- --model ./Qwen2.
 python -m scripts.chat_cli -i tune
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch.nn as nn
 from torch import Tensor
@@ -22,7 +21,6 @@ from nanochat.checkpoint_manager.huggingface.base import Base, open_base
 from nanochat.checkpoint_manager.huggingface.folders import model_name, published_folder
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.checkpoint_manager.resume import begun_settings
-from nanochat.checkpoint_manager.same_run import BEFORE_FLAGS
 from nanochat.common import UserError, log, tr
 from nanochat.context import Packed
 from nanochat.data.sources.listing import name_of
@@ -54,14 +52,12 @@ from nanochat.train.flags import (
 )
 from nanochat.train.forgetting import FIGURE, GeneralText, before_training, read_passages
 from nanochat.train.setup import set_up
+from nanochat.train.sizes import Batch
 from nanochat.train.validation import Validation, validation_line
-from tasks.mixtures import HELD_OUT, Mix, own_conversations, own_pairs
+from tasks.mixtures import Mix, own_conversations, own_pairs
 
-# Facts that no flag names. A run resumes only under the rules that it was begun with.
-HELD_OUT_FACT = "held out"
-RATE_FACT = "automatic learning rate"
+# A fact that no flag names: whether the device could hold the whole model when the run began.
 ROOM_FACT = "room for own words"
-FIRST_RATE_RULE = BEFORE_FLAGS[RATE_FACT]
 
 
 @dataclass(frozen=True)
@@ -116,6 +112,15 @@ class AdapterFlags:
         return LoraConfig(
             self.lora_rank, self.lora_alpha, self.lora_dropout, self.lora_targets, self.rslora
         )
+
+    @property
+    def trained(self) -> str:
+        """What is trained, for messages to users."""
+        if self.lora_rank == 0:
+            return tr("every parameter")
+        if self.base_bits == BITS:
+            return tr("an adapter of rank {rank} on 4 bits", rank=self.lora_rank)
+        return tr("an adapter of rank {rank}", rank=self.lora_rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,53 +212,29 @@ class Config:
         """Whether the backward pass computes each layer a second time."""
         return self.checkpoint_activations or self.offload_activations
 
-    def rate(self, width: int, steps: int, rule: str, own_words: bool = True) -> float:
+    def rate(self, width: int, steps: int, own_words: bool) -> float:
         """Return the peak learning rate for `steps` steps of a model with `width` channels.
 
-        `rule` says how an automatic rate is chosen, and `own_words` whether the rows hold some of
-        the model's own words.
+        `own_words` says whether the rows hold some of the model's own words.
         """
         if self.learning_rate != "auto":
             return self.learning_rate
-        adapter = self.adapter.lora_rank > 0
         preferences = self.objective.loss == "dpo"
-        if rule == FIRST_RATE_RULE:
-            return tuning_rules.first_tuning_rate(adapter, preferences)
-        rate = tuning_rules.tuning_rate(width, steps, adapter, preferences, own_words)
-        trained = tr("an adapter") if adapter else tr("every parameter")
+        rate = tuning_rules.tuning_rate(
+            width, steps, self.adapter.lora_rank > 0, preferences, own_words
+        )
         log(
             tr(
                 "learning_rate: {rate:.2g} (for {trained}, {width:,} channels and {steps:,} "
                 "steps, loss {loss})",
                 rate=rate,
-                trained=trained,
+                trained=self.adapter.trained,
                 width=width,
                 steps=steps,
                 loss=self.objective.loss,
             )
         )
         return rate
-
-    def as_begun(self, begun: Mapping[str, Any]) -> "Config":
-        """Return the flags, with the defaults of the version that began the run.
-
-        `begun` holds the settings of the run, and is empty for a new one. Earlier versions held out
-        one conversation in 50, did not adapt row lengths, batches and epochs to the data, and had no
-        rows of the model's own words by default.
-        """
-        cfg = self
-        if begun and cfg.replay_every == "auto":
-            cfg = replace(cfg, replay_every=begun.get("replay_every", BEFORE_FLAGS["replay_every"]))
-        if not begun or HELD_OUT_FACT in begun:
-            return cfg
-        if cfg.max_length == "auto":
-            cfg = replace(cfg, max_length=begun["max_length"])
-        if cfg.epochs.num_epochs == "auto":
-            cfg = replace(cfg, epochs=replace(cfg.epochs, num_epochs=begun["num_epochs"]))
-        if cfg.batch.target_examples_per_step == "auto":
-            rows = begun["target_examples_per_step"]
-            cfg = replace(cfg, batch=replace(cfg.batch, target_examples_per_step=rows))
-        return cfg
 
     @property
     def tag(self) -> str:
@@ -319,31 +300,56 @@ def figure_names(preference: PreferenceLoss | None, replays: bool) -> tuple[str,
     return preference.figures if preference else ()
 
 
+def forecast_of(cfg: Config, batch: Batch, base: Base, compute: Compute) -> Tuning:
+    """Return what the planner needs in order to predict the memory and the time of the run."""
+    return Tuning(
+        base.model.config,
+        cfg.adapter.shape,
+        rows=1 if batch.probe else batch.device_batch_size,
+        several_passes=batch.passes > 1,
+        checkpoint_activations=cfg.recomputes,
+        offload_activations=cfg.offload_activations,
+        shard=cfg.run.shard,
+        ranks=compute.world_size,
+        dtype=dtype_name(compute.dtype),
+        on_host=not compute.platform.has_own_memory,
+        base_bits=cfg.adapter.base_bits,
+    )
+
+
+def validate(
+    run: Run,
+    validation: Validation,
+    general: GeneralText,
+    preference: PreferenceLoss | None,
+    rows: int,
+) -> None:
+    """Measure what is learned and what is forgotten, with `rows` rows a pass; log and record both."""
+    if preference:
+        means = validation.means(preference, rows)
+        run.record(**{f"val_{name}": mean for name, mean in means.items()})
+        figures = listed(means)
+        log(tr("step {step:05d} | validation: {figures}", step=run.step, figures=figures))
+    else:
+        val_bpb = validation.bits_per_byte(rows)
+        run.record(val_bpb=val_bpb)
+        log(validation_line(run.step, val_bpb, of_answers=True))
+    run.record(**{FIGURE: general.measure(run.step, rows)})
+
+
 def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune a model, resuming from any checkpoint that --resume selects."""
     begun = begun_settings(checkpoint_dir("tune", cfg.tag), cfg.run.resume, compute)
-    cfg = cfg.as_begun(begun)
-    lora = cfg.adapter.shape
     preference = cfg.objective.preference
-    earlier = begun != {} and HELD_OUT_FACT not in begun
-    rule = FIRST_RATE_RULE if begun and RATE_FACT not in begun else tuning_rules.TUNING_RATE_RULE
     max_length = None if cfg.max_length == "auto" else cfg.max_length
     passages = read_passages(cfg.general_text)
+    lora = cfg.adapter.shape
     base = open_base(cfg.model, max_length, lora, compute, cfg.run.seed, cfg.adapter.base_bits)
     if not begun:
         replay.check_replay(cfg.replay_every, cfg.objective.loss, base, compute)
     read_own = own_pairs if preference else own_conversations
-    held_out_every = HELD_OUT if earlier else None
-    conversations = read_own(cfg.data, held_out_every, cfg.skip_bad_lines)
-    facts = {HELD_OUT_FACT: f"one in {conversations.held_out_every}"}
-    if cfg.learning_rate == "auto":
-        facts[RATE_FACT] = rule
-    if ROOM_FACT in begun:
-        has_room = begun[ROOM_FACT] == "yes"
-    else:
-        has_room = replay.has_room(base, compute)
-    if cfg.replay_every == "auto" and (not begun or ROOM_FACT in begun):
-        facts[ROOM_FACT] = "yes" if has_room else "no"
+    conversations = read_own(cfg.data, cfg.skip_bad_lines)
+    has_room = begun[ROOM_FACT] == "yes" if begun else replay.has_room(base, compute)
     folder = open_folder(
         "tune",
         cfg.tag,
@@ -353,17 +359,12 @@ def train(cfg: Config, compute: Compute) -> None:
         parent=base.identity,
         corpus=conversations.name,
         content=conversations.key,
-        **facts,
+        **{ROOM_FACT: "yes" if has_room else "no"},
     )
-    trained = tr("every parameter")
-    if lora:
-        trained = tr("an adapter of rank {rank}", rank=lora.rank)
-    if cfg.adapter.base_bits == BITS:
-        trained = tr("an adapter of rank {rank} on 4 bits", rank=cfg.adapter.lora_rank)
     log(
         tr(
             "tune: {trained} of {name}; checkpoints go to {path}",
-            trained=trained,
+            trained=cfg.adapter.trained,
             name=base.folder.name,
             path=folder.path,
         )
@@ -402,25 +403,13 @@ def train(cfg: Config, compute: Compute) -> None:
     )
     if replay_every and cfg.forecast and epochs.num_iterations is None:  # it writes no words
         steps = steps * replay_every // (replay_every - 1)
-    tuning = Tuning(
-        model.config,
-        lora,
-        rows=1 if batch.probe else batch.device_batch_size,
-        several_passes=batch.passes > 1,
-        checkpoint_activations=cfg.recomputes,
-        offload_activations=cfg.offload_activations,
-        shard=cfg.run.shard,
-        ranks=compute.world_size,
-        dtype=dtype_name(compute.dtype),
-        on_host=not compute.platform.has_own_memory,
-        base_bits=cfg.adapter.base_bits,
-    )
+    tuning = forecast_of(cfg, batch, base, compute)
     check_fits(tuning, model, compute, always=cfg.forecast)
     if cfg.forecast:
         log_needs(tuning, model, batch, steps, folder.path, cfg.run.keep, compute)
         return
-    rate = cfg.rate(model.config.n_embd, steps, rule, replay_every > 0)
-    rates = OneRate(rate, cfg.weight_decay)
+
+    rates = OneRate(cfg.rate(model.config.n_embd, steps, replay_every > 0), cfg.weight_decay)
     optimizers = set_up(model, rates, 1.0, folder.path, cfg.run, compute, fill=base.fill)
     if preference:  # before a checkpoint is loaded, the model is its own reference
         for pairs in (rows, val_rows):
@@ -447,18 +436,8 @@ def train(cfg: Config, compute: Compute) -> None:
         general = GeneralText(passages, model, base.tokenizer, compute, before)
         for step in run.steps():
             with run.between_steps(cfg.eval_every, ends=cfg.eval_every > 0) as due:
-                if due and preference:
-                    means = validation.means(preference, batch.device_batch_size)
-                    run.record(**{f"val_{name}": mean for name, mean in means.items()})
-                    figures = listed(means)
-                    log(tr("step {step:05d} | validation: {figures}", step=step, figures=figures))
-                elif due:
-                    val_bpb = validation.bits_per_byte(batch.device_batch_size)
-                    run.record(val_bpb=val_bpb)
-                    log(validation_line(step, val_bpb, of_answers=True))
                 if due:
-                    perplexity = general.measure(step, batch.device_batch_size)
-                    run.record(**{FIGURE: perplexity})
+                    validate(run, validation, general, preference, batch.device_batch_size)
             if run.ended:
                 break
 

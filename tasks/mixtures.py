@@ -230,22 +230,20 @@ class WithYours:
 
 def own_conversations(
     files: Sequence[str],
-    held_out_every: int | None = None,
     skip_bad_lines: bool = False,
 ) -> Mix:
     """Return the conversations in your own files for a published model, one file after the other.
 
     In `files`, FILE:2 takes the conversations of a file twice, and FILE:0.5 takes every second one.
-    If none is taken twice, one in `held_out_every` is held out, or a share that suits their number
-    if that is None. Raises UserError, naming the file, the line and the rule, if a file cannot be
-    read.
+    A share that suits their number is held out. Raises UserError, naming the file, the line and the
+    rule, if a file cannot be read.
     """
 
     def read(file: str) -> CustomJSON:
         return CustomJSON(file, own_format=False, skip_bad_lines=skip_bad_lines)
 
     least = tr("{count:,} conversations", count=2)
-    name, key, conversations = _read_weighted(files, read, least, held_out_every)
+    name, key, conversations = _read_weighted(files, read, least)
     digest = sha256(key.encode()).hexdigest()
     every = conversations.held_out_every
     return Mix(name, digest, lambda: conversations, held_out_every=every)
@@ -253,20 +251,19 @@ def own_conversations(
 
 def own_pairs(
     files: Sequence[str],
-    held_out_every: int | None = None,
     skip_bad_lines: bool = False,
 ) -> Mix:
     """Return the pairs of answers in your own files as conversations.
 
-    Each pair gives two conversations, first the one with the preferred answer. Weights,
-    `held_out_every` and errors are as in own_conversations().
+    Each pair gives two conversations, first the one with the preferred answer. Weights and errors
+    are as in own_conversations().
     """
 
     def read(file: str) -> list[Pair]:
         return read_pairs(file, skip_bad_lines)
 
     least = tr("{count:,} pairs", count=2)
-    name, key, pairs = _read_weighted(files, read, least, held_out_every)
+    name, key, pairs = _read_weighted(files, read, least)
     digest = sha256(f"pairs {key}".encode()).hexdigest()
     numbers = np.stack([2 * pairs.numbers, 2 * pairs.numbers + 1], axis=1).reshape(-1)
     answers = Numbered([answer for pair in pairs.items for answer in pair], numbers)
@@ -277,7 +274,6 @@ def _read_weighted(
     files: Sequence[str],
     read_records: Callable[[str], Records[Item]],
     least: str,
-    held_out_every: int | None,
 ) -> tuple[str, str, Numbered[Item]]:
     """Read weighted files, and return their names, a key of their content, and their records.
 
@@ -286,8 +282,8 @@ def _read_weighted(
     50 (HELD_OUT) different records is held out, or the last of all if there are fewer, since short
     files begin with what matters most.
 
-    If every record occurs once, one in `held_out_every` is held out. If that is None, about 30
-    (OWN_HELD_OUT) of fewer than 1,500 records are held out, but at most one in 10 (MOST_HELD_OUT).
+    If every record occurs once, one in 50 is held out; of fewer than 1,500 records about 30
+    (OWN_HELD_OUT), but at most one in 10 (MOST_HELD_OUT).
 
     Raises UserError, with `least` as the words for 2 records, if there are fewer different ones.
     """
@@ -326,8 +322,7 @@ def _read_weighted(
         key += COPIES_TOGETHER
         numbers = numbers + 1 - min(different, HELD_OUT)
     else:
-        fitting = min(max(different // OWN_HELD_OUT, MOST_HELD_OUT), HELD_OUT)
-        every = held_out_every or fitting
+        every = min(max(different // OWN_HELD_OUT, MOST_HELD_OUT), HELD_OUT)
         if every != HELD_OUT:
             key += f", one in {every} held out"
     return ", ".join(names), key, Numbered(items, numbers, every)

@@ -25,14 +25,8 @@ RENAMED = {
 }
 # Removed switch -> the flag and its value that replace it
 REPLACED = {"fp8": ("matmul", "fp8")}
-# What runs did before a flag or a fact existed, if it is not what they do by default today
-BEFORE_FLAGS = {
-    "bigram_rows": 0,
-    "offset_layers": 0,
-    "replay_every": 0,
-    "held out": "one in 50",
-    "automatic learning rate": "1e-4 for an adapter, 1e-5 for every parameter",
-}
+# Facts that version 1.0.0 recorded of a fine-tuning; its rules are still the only ones.
+FORMER_FACTS = ("held out", "automatic learning rate")
 MATMUL = "matmul"
 # Names in made_with(): hashes of the files that the program has loaded, and of all other files.
 CODE = ("code", "other_code")
@@ -60,8 +54,8 @@ class RunSettings:
     """The settings of a run: the values of its flags, and facts without a flag, such as the corpus.
 
     A run may resume with other values of its `free` flags, because they do not change what is
-    learned. For a checkpoint that was saved before a flag existed, BEFORE_FLAGS or else `defaults`
-    gives the value that its run used.
+    learned. For a checkpoint that was saved before a flag existed, `defaults` gives the value that
+    its run used.
     """
 
     values: dict[str, Any]
@@ -83,9 +77,9 @@ class RunSettings:
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
         """Return a list with a phrase for each setting whose value differs from that in `saved`.
 
-        Free and removed flags are ignored, and old names of flags are translated.
+        Free and removed flags and FORMER_FACTS are ignored, and old names of flags are translated.
         """
-        removed = removed_flags()
+        removed = {*removed_flags(), *FORMER_FACTS}
         renamed = {
             RENAMED.get(name, name): value for name, value in saved.items() if name not in removed
         }
@@ -95,7 +89,7 @@ class RunSettings:
         changes = []
         for name in sorted({*renamed, *self.values} - self.free):
             default = self.defaults.get(name)
-            value_before = renamed.get(name, BEFORE_FLAGS.get(name, default))
+            value_before = renamed.get(name, default)
             value_now = self.values.get(name, default)
             if value_before != value_now:
                 label = f"--{name}" if name in self.defaults else name

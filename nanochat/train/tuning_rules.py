@@ -66,12 +66,6 @@ def tuning_epochs(conversations: int) -> float:
     return min(max(READINGS / conversations, 1.0), MOST_EPOCHS)
 
 
-def first_tuning_rate(adapter: bool, preferences: bool) -> float:
-    """Return the learning rate that earlier versions used, for resuming their runs."""
-    rate = 1e-4 if adapter else 1e-5
-    return 0.05 * rate if preferences else rate
-
-
 def tuning_rate(
     width: int, steps: int, adapter: bool, preferences: bool, own_words: bool = True
 ) -> float:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanochat import device
-from nanochat.checkpoint_manager.files import read_meta, step_dir, write_meta
+from nanochat.checkpoint_manager.files import read_meta
 from nanochat.checkpoint_manager.huggingface.adapter import merge_adapter, read_adapter
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
@@ -246,42 +246,6 @@ def test_flags_that_are_given_are_kept(models: Path, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert "3 rows x 64 tokens" in out
     assert not [flag for flag in (*sizes, "num_epochs") if f"{flag}: " in out]  # as what auto has chosen is logged
-
-
-def as_an_earlier_version_saved_it(folder: Path, step: int, **settings: Any) -> None:
-    """Give a checkpoint the settings of a run that was begun before facts and automatic sizes."""
-    meta = read_meta(folder, step)
-    for name in ("automatic learning rate", "held out", "replay_every"):
-        meta["config"].pop(name, None)
-    meta["config"] |= settings
-    del meta["sha256"]
-    write_meta(step_dir(folder, step), meta)
-
-
-@pytest.mark.slow
-def test_a_run_of_an_earlier_version_resumes_with_its_rate_its_sizes_and_its_validation(
-    models: Path, base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its defaults were 2,048 tokens, 32 rows, one epoch, a rate of 1e-4 and one conversation in 50 held out."""
-    then = {"max_length": 96, "target_examples_per_step": 8, "num_epochs": 2.0, "learning_rate": 1e-4,
-            "replay_every": 0}  # fmt: skip
-
-    def of_then(paths: Any, *_: Any) -> Any:
-        return own_conversations(paths, 50)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finetune, "own_conversations", of_then)
-        finetune.train(defaults(models, **then), on_cpu())
-        folder = checkpoint_dir("tune", "made")
-        last = max(folder.glob("step_*")) / "adapter_model.safetensors"
-        straight = last.read_bytes()
-        shutil.rmtree(base)
-        finetune.train(defaults(models, **then, stop_at=2), on_cpu())
-    as_an_earlier_version_saved_it(folder, 2, learning_rate="auto")
-    capsys.readouterr()
-    finetune.train(defaults(models), on_cpu())
-    assert last.read_bytes() == straight
-    assert "learning_rate: " not in capsys.readouterr().out
 
 
 # --- data ----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanochat.checkpoint_manager.locate import MADE_BY, parent_tag
-from nanochat.checkpoint_manager.same_run import BEFORE_FLAGS, RENAMED, REPLACED
+from nanochat.checkpoint_manager.same_run import RENAMED, REPLACED
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.runs.script import LIST, SWITCH, written
 
@@ -111,7 +111,7 @@ def saved_values(
     fields: Sequence[Field], stage: str, tag: str, config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the values of the flags that resume a run, from the `config` of its checkpoint."""
-    saved = {**BEFORE_FLAGS, **{RENAMED.get(name, name): value for name, value in config.items()}}
+    saved = {RENAMED.get(name, name): value for name, value in config.items()}
     for switch, (name, value) in REPLACED.items():
         if saved.get(switch):
             saved[name] = value

@@ -35,11 +35,6 @@ def test_a_checkpoint_of_every_stage_gives_the_flags_that_resume_it(stage):
     assert again == {**expected, **{name: value for name, value in once.items() if name in expected}}
 
 
-def test_a_flag_that_came_later_has_the_value_that_runs_had_before():
-    fields = fields_of(importlib.import_module("scripts.base_train").Config)
-    assert saved_values(fields, "base", "d4", {"depth": 4})["bigram_rows"] == "0"
-
-
 def test_every_flag_has_a_field_with_help_in_both_languages():
     config = importlib.import_module("scripts.finetune").Config
     fields = {field["name"]: field for field in fields_of(config)}
