@@ -197,6 +197,7 @@ def test_a_corrupt_shard_is_refused_and_mended(processes, fault):
     assert not list(web().folder.glob("tokens-*/train/shard_00001*"))
     path.write_bytes(good)
     assert_whole()
+    assert not list(web().folder.glob("tokens-*/train/.tmp*"))
 
 
 def test_no_flipped_bit_of_a_shard_changes_what_is_read():
