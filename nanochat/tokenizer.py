@@ -226,12 +226,12 @@ class Tokenizer:
     def encode_after(self, text: str, mark: bool) -> list[int]:
         """Return the tokens of a text that follows a special token if `mark`, else other text.
 
-        They are those of encode(); tokenizers of some published models differ.
+        Both cases give the tokens of encode(). Tokenizers of some published models differ.
         """
         return self.encode(text)
 
     def encode_reply(self, text: str) -> list[int]:
-        """Return the tokens of words with which the reply to a prompt begins, as encode() does."""
+        """Return the tokens of the beginning of a reply, which are those of encode()."""
         return self.encode(text)
 
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:

@@ -13,8 +13,9 @@ from nanochat.common import UserError, read_json, tr
 FORMAT = "nanochat-tokenizer"
 VERSION = 1
 FILE_NAME = "tokenizer.json"
-# The largest sum of the squared lengths of all tokens in a file: to find how a token was merged takes
-# time in proportion to its square. A vocabulary of 100,000 usual tokens has a thousandth of it.
+# The largest sum of the squared lengths of all tokens in a file: finding how a token was merged
+# takes time in proportion to the square of its length. For a vocabulary of 100,000 usual tokens, the
+# sum is a thousandth of this.
 MOST_MERGING = 2e10
 
 

@@ -94,25 +94,6 @@ def test_publishing_replaces_a_step_of_the_same_number(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*step*")] == ["step_000003"]
 
 
-def test_a_deletion_cut_short_leaves_no_half_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = make_step(tmp_path, 3)
-    real = step_files.shutil.rmtree
-
-    def killed(folder: Path, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
-            raise KeyboardInterrupt
-        real(folder, ignore_errors)
-
-    monkeypatch.setattr(step_files.shutil, "rmtree", killed)
-    with pytest.raises(KeyboardInterrupt):
-        step_files.delete(where)
-    assert step_files.steps(tmp_path) == []
-    monkeypatch.undo()
-    (tmp_path / ".tmp-step_000004").mkdir()
-    step_files.sweep(tmp_path)
-    assert list(tmp_path.glob(".*")) == []
-
-
 def test_what_is_no_step_is_neither_taken_for_one_nor_in_the_way_of_one(tmp_path: Path) -> None:
     """A plain file, a link to a step elsewhere, and names that no save gives."""
     elsewhere = tmp_path / "elsewhere"

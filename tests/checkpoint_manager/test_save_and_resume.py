@@ -72,26 +72,6 @@ def test_the_three_newest_steps_are_kept(tmp_path: Path, tokenizer: Tokenizer) -
 # --- damage --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["optim-00-of-01.safetensors", "meta.json"])
-def test_a_damaged_newest_step_is_named_and_passed_over(
-    tmp_path: Path, tokenizer: Tokenizer, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pair = make()
-    train(*pair, 0, 1)
-    save(tmp_path / "run", 1, *pair, tokenizer)
-    older = everything(*pair)
-    train(*pair, 1, 2)
-    save(tmp_path / "run", 2, *pair, tokenizer)
-    damaged = tmp_path / "run" / "step_000002" / name
-    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
-    other = make(seed=2)
-    assert resume_stage(tmp_path / "run", *other, WANTED, CPU).step == 1
-    assert equal(everything(*other), older)
-    said = capsys.readouterr().err
-    assert f"step_000002 is damaged: {name} " in said
-    assert "falling back to the step before it" in said
-
-
 def test_with_every_step_damaged_a_run_starts_again(tmp_path: Path, tokenizer: Tokenizer) -> None:
     pair = make()
     save(tmp_path / "run", 1, *pair, tokenizer)

@@ -74,8 +74,8 @@ def seen(kind: str, world_size: int, first_step: int, count: int, device_batch_s
 
 @pytest.mark.parametrize("kind", ["web", "web:7,books:3", "books:1,web:1", "mid", "sft"])
 def test_rows_come_in_one_order_on_any_number_of_ranks_and_after_any_resume(kind):
-    """T4. Injects: runs of 1, 2 and 4 ranks, stopped after 3, 7 and 12 steps and resumed by another number of
-    ranks and another device_batch_size, over documents, mixtures of corpora, mid's blend and SFT. Must follow: every
+    """T4. Injects: runs of 1, 2 and 4 ranks stop after 3, 7 and 12 steps, and resume on another number of ranks with
+    another device_batch_size, over documents, mixtures of corpora, the blend of mid_train, and SFT. Must follow: every
     step holds the same rows in the same order as one unbroken run of one rank.
 
     注入：1、2、4 个进程的训练在 3、7、12 步之后停止，换一个进程数和 device_batch_size 继续，涵盖文档、混合语料、
@@ -92,9 +92,9 @@ def test_rows_come_in_one_order_on_any_number_of_ranks_and_after_any_resume(kind
 
 
 def test_a_missing_shard_is_named_before_anything_is_trained():
-    """T8. Injects: a shard that corpus.json names is deleted, before and after its tokens were made. Must follow:
-    refusal with exit code 2 that names the shard and the command that brings it back; when it is back, the same
-    tokens.
+    """T8. Injects: a shard that corpus.json names is deleted, before and after its tokens were made. Must follow: the
+    start is refused with exit code 2, and the message names the shard and the command that restores it; with the shard
+    restored, the tokens are the same.
 
     注入：在生成词元之前和之后，删除 corpus.json 列出的一个分片。必须：以退出码 2 拒绝，指出是哪个分片以及取回它的命
     令；取回之后，词元与原来相同。
@@ -116,8 +116,9 @@ def test_a_missing_shard_is_named_before_anything_is_trained():
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_shard_that_vanishes_during_preparation_is_named(monkeypatch, processes):
-    """T8. Injects: a shard is deleted after preparation has begun, in one process and in two. Must follow: refusal
-    that names the shard and its command; the shards that were done are kept.
+    """T8. Injects: a shard is deleted after preparation has begun, in one process and in two. Must follow: the
+    preparation is refused, and the message names the shard and the command that restores it; the shards that were
+    already prepared are kept.
 
     注入：预处理开始之后删除一个分片，单进程和双进程各一次。必须：拒绝并指出是哪个分片和相应的命令；已完成的分片保留。
     """
@@ -148,8 +149,8 @@ def test_a_shard_that_vanishes_during_preparation_is_named(monkeypatch, processe
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_a_missing_token_file_is_made_anew_and_no_other(monkeypatch, suffix):
-    """T8. Injects: a token file is deleted after it was made. Must follow: the next start makes this one again from
-    its shard and leaves the others alone; the rows are the same.
+    """T8. Injects: a token file is deleted after it was made. Must follow: the next start makes this file again from
+    its shard and leaves the other files alone; the rows are the same.
 
     注入：删除一个已生成的词元文件。必须：下次启动由它的分片重新生成这一个，其余不动；数据行相同。
     """
@@ -180,8 +181,9 @@ def flipped(content: bytes, at: int) -> bytes:
 )
 def test_a_corrupt_shard_is_refused_and_mended(processes, fault):
     """T17. Injects: a parquet shard with one bit flipped, its end cut off, or other bytes of the same length, prepared
-    by one process or two. Must follow: refusal that names the shard and the command that repairs it, no token of it
-    kept; with the shard back the same command resumes, and the tokens are right.
+    by one process or two. Must follow: the preparation is refused, the message names the shard and the command that
+    repairs it, and no token of the shard is kept; with the shard restored, the same command resumes, and the tokens
+    are right.
 
     注入：一个 parquet 分片翻转一个比特、截去末尾，或换成等长的其他字节，由一个或两个进程预处理。必须：拒绝并指出是
     哪个分片以及修复的命令，不留下它的任何词元；放回分片后，同一条命令继续，词元正确。
@@ -195,11 +197,13 @@ def test_a_corrupt_shard_is_refused_and_mended(processes, fault):
     assert not list(web().folder.glob("tokens-*/train/shard_00001*"))
     path.write_bytes(good)
     assert_whole()
+    assert not list(web().folder.glob("tokens-*/train/.tmp*"))
 
 
 def test_no_flipped_bit_of_a_shard_changes_what_is_read():
     """T17. Injects: 400 single flipped bits, one at a time, half of them in the last 1,500 bytes, in a parquet shard
-    whose SHA-256 nobody knows. Must follow: each is refused with the shard's name, or changes no document.
+    whose SHA-256 is not recorded. Must follow: each flipped bit is refused with the name of the shard, or changes no
+    document.
 
     注入：在一个没有记录 SHA-256 的 parquet 分片中逐一翻转 400 个比特，其中一半在最后 1,500 个字节。必须：每一次要么
     拒绝并指出分片的名字，要么不改变任何文档。
@@ -224,9 +228,9 @@ def test_no_flipped_bit_of_a_shard_changes_what_is_read():
     [(".bin", "one bit"), (".bin", "cut short"), (".idx", "one bit"), (".idx", "too long"), (".idx", "empty")],
 )
 def test_a_corrupt_token_file_is_refused_and_the_command_it_names_mends_it(suffix, fault):
-    """T17. Injects: a token file (.bin) or its offsets (.idx) with one bit flipped, cut short, too long or empty.
-    Must follow: refusal at the next start, before a step, that names the file; the command in the message, and the
-    same command again, rebuild that part, and the rows are the same.
+    """T17. Injects: a token file (.bin) or its offsets (.idx) with one bit flipped, cut short, too long or empty. Must
+    follow: the next start is refused before its first step, and the message names the file; the command in the
+    message, and then the command of the run again, rebuild the file, and the rows are the same.
 
     注入：词元文件（.bin）或其偏移（.idx）翻转一个比特、变短、变长或变空。必须：下次启动在第一步之前拒绝，并指出是哪
     个文件；照消息中的命令做，再输入同一条命令，就会重新生成这一部分，数据行相同。
@@ -247,7 +251,8 @@ def test_a_corrupt_token_file_is_refused_and_the_command_it_names_mends_it(suffi
 
 
 def test_a_corrupt_mask_is_refused():
-    """T17. Injects: one flipped byte in the mask of conversations. Must follow: refusal that names the file.
+    """T17. Injects: one flipped byte in the mask of conversations. Must follow: the next start is refused, and the
+    message names the file.
 
     注入：对话的掩码中改变一个字节。必须：拒绝并指出是哪个文件。
     """
@@ -270,7 +275,7 @@ def test_a_corrupt_mask_is_refused():
 )
 def test_a_corrupt_plan_is_rebuilt(name, fault, capsys):
     """T17. Injects: a file of the packing plan with one bit flipped, cut short, overwritten or deleted. Must follow:
-    the plan, which follows from the tokens, is rebuilt, with a warning; the rows are the same.
+    the plan is rebuilt from the tokens with a warning; the rows are the same.
 
     注入：打包方案的一个文件翻转一个比特、变短、被覆盖或被删除。必须：由词元重新生成方案并给出警告；数据行相同。
     """
@@ -287,9 +292,9 @@ def test_a_corrupt_plan_is_rebuilt(name, fault, capsys):
 
 @pytest.mark.parametrize("name", ["meta.json", "shard_00001.json", "checked.json"])
 def test_a_corrupt_note_costs_at_most_its_part(name):
-    """T17. Injects: garbage in a description beside the token files. Must follow: a shard's own is rebuilt with the
-    shard, one that only says what was checked is forgotten, and for the whole set's the message names the file
-    to remove; the tokens stay right.
+    """T17. Injects: garbage in one of the JSON files that describe the token files. Must follow: the description of a
+    shard is rebuilt with its shard, and the record of past checks is ignored; for the description of the whole set,
+    the message names the file to remove. The tokens stay right.
 
     注入：词元文件旁的说明被写成乱码。必须：单个分片的说明随分片重新生成；只记录检查结果的说明被忽略；整个集合的说明
     损坏时，报错指出要删除的文件；词元始终正确。
@@ -310,8 +315,8 @@ def test_a_corrupt_note_costs_at_most_its_part(name):
 
 
 def test_files_are_hashed_again_only_when_they_have_changed(monkeypatch):
-    """T17. Injects: a copy of the corpus to another folder, as to another host. Must follow: every token file is
-    hashed once there, and not at the next start.
+    """T17. Injects: the corpus is copied to another folder, as it would be to another host. Must follow: every token
+    file is hashed once in its new place, and not again at the next start.
 
     注入：把语料复制到另一个目录，如同换到另一台主机。必须：每个词元文件在那里只算一次哈希，下次启动不再计算。
     """
@@ -327,8 +332,9 @@ def test_files_are_hashed_again_only_when_they_have_changed(monkeypatch):
 
 
 def test_token_files_of_earlier_versions_are_still_read():
-    """T17. Injects: token files and a plan without the notes and hashes that later versions leave. Must follow: they
-    are read as they are, and give the same rows under the same key, so that checkpoints resume.
+    """T17. Injects: token files and a plan of an early version, without the notes and hashes that later versions
+    write. Must follow: they are read as they are, and give the same rows under the same key, so that checkpoints
+    resume.
 
     注入：词元文件和打包方案没有后来版本留下的说明和哈希。必须：照原样读取，数据行和标识不变，因此检查点可以继续。
     """

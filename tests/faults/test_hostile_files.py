@@ -113,8 +113,8 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_every_field_of_a_checkpoint_is_checked(wrong: str, step: Path) -> None:
     """T50. Injects: a meta.json with valid hashes whose fields are missing, have other types, or describe a million
-    layers, a context of 10^12 tokens and other models that no memory holds. Must follow: refusal in one line, before
-    memory is taken.
+    layers, a context of 10^12 tokens and other models that no memory holds. Must follow: the file is refused in one
+    line, before memory is allocated.
 
     注入：哈希正确的 meta.json，但其中的字段缺失、类型不对，或描述了一百万层、10^12 个词元的上下文等内存装不下的模型。
     必须：在占用内存之前用一行话拒绝。
@@ -150,8 +150,8 @@ OTHER_FILES: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("other", OTHER_FILES)
 def test_a_description_that_is_no_ordinary_json_is_refused(other: str, step: Path, tmp_path: Path) -> None:
-    """T51. Injects: pipes, /dev/zero, files of 1 TB, 200,000 nested lists and bytes in place of meta.json, corpus.json,
-    tokenizer.json and a saved chat. Must follow: refusal in one line; nothing hangs.
+    """T51. Injects: pipes, /dev/zero, files of 1 TB, 200,000 nested lists and bytes in place of meta.json,
+    corpus.json, tokenizer.json and a saved chat. Must follow: the file is refused in one line, and nothing hangs.
 
     注入：用管道、/dev/zero、1 TB 的文件、嵌套二十万层的列表和乱码字节代替 meta.json、corpus.json、tokenizer.json
     和保存的对话。必须：用一行话拒绝，不会卡住。
@@ -174,7 +174,7 @@ def test_a_description_that_is_no_ordinary_json_is_refused(other: str, step: Pat
 
 def test_files_of_a_checkpoint_are_regular_and_its_own(step: Path) -> None:
     """T52. Injects: a checkpoint whose model is a pipe or /dev/zero with 0 bytes, and a meta.json that names /dev/zero
-    and a file above the folder. Must follow: refusal in one line that names the file.
+    and a file above the folder. Must follow: the checkpoint is refused in one line that names the file.
 
     注入：检查点里的模型文件是管道或大小为 0 的 /dev/zero，meta.json 列出 /dev/zero 和上一级目录里的文件。
     必须：用一行话拒绝，并指出是哪个文件。
@@ -227,7 +227,7 @@ MODELS: dict[str, Callable[[Path], Any]] = {
 def test_a_model_file_that_is_no_model_is_refused(content: str, step: Path) -> None:
     """T53. Injects: safetensors files with headers of 2^63 bytes, of no JSON and of deep JSON, overlapping or missing
     tensors, unknown and integer formats, tensors of another model and a pickle, in place of model and optimizer. Must
-    follow: refusal in one line.
+    follow: the file is refused in one line.
 
     注入：用有问题的 safetensors 文件代替模型和优化器：文件头长 2^63 字节、不是 JSON 或嵌套过深，张量互相重叠或缺失，
     格式未知或是整数，张量属于别的模型，或者根本是 pickle。必须：用一行话拒绝。
@@ -242,8 +242,8 @@ def test_a_model_file_that_is_no_model_is_refused(content: str, step: Path) -> N
 
 
 def test_a_foreign_checkpoint_cannot_unfold_in_memory(tmp_path: Path) -> None:
-    """T54. Injects: an upstream checkpoint of 1 kB with a tensor of 10^12 repeated numbers. Must follow: refusal in one
-    line.
+    """T54. Injects: an upstream checkpoint of 1 kB with a tensor of 10^12 repeated numbers. Must follow: the file is
+    refused in one line.
 
     注入：一个 1 kB 的上游检查点，里面有一个由 10^12 个重复数字组成的张量。必须：用一行话拒绝。
     """
@@ -264,8 +264,8 @@ def repeat(path: Path, text: str, rows: int, **columns: Any) -> None:
 
 def test_a_small_parquet_file_cannot_fill_the_memory(tmp_path: Path) -> None:
     """T55. Injects: parquet files of less than 1 kB that unpack to 8 GB, as shard, as own file and as rows of a task,
-    and one of 4 MB whose one text is repeated 500 times. Must follow: the former are refused in one line, the latter is
-    read with less than 1 GB of memory.
+    and one of 4 MB whose one text is repeated 500 times. Must follow: the small files are refused in one line, and the
+    large one is read with less than 1 GB of memory.
 
     注入：不到 1 kB、展开后 8 GB 的 parquet 文件，分别作为分片、自己的文件和任务的数据；以及一个 4 MB、
     把同一段文字重复 500 遍的文件。必须：前者用一行话拒绝，后者读取时占用内存不到 1 GB。
@@ -310,8 +310,8 @@ ALIASES = "\n".join(
     ids=["lists", "maps", "aliases", "a number", "a list", "NUL", "a task that is a list"],
 )
 def test_a_bundle_that_unfolds_is_refused(text: str, tmp_path: Path) -> None:
-    """T56. Injects: a core.yaml with 50,000 nested lists, with aliases that unfold to 9^11 entries, and of other types;
-    a pipe and /dev/zero in its place. Must follow: refusal in one line.
+    """T56. Injects: a core.yaml with 50,000 nested lists, with aliases that unfold to 9^11 entries, and of other
+    types; a pipe and /dev/zero in its place. Must follow: the file is refused in one line.
 
     注入：core.yaml 里嵌套五万层列表，或用别名展开成 9^11 项，或类型不对；或者用管道和 /dev/zero 代替它。
     必须：用一行话拒绝。
@@ -331,7 +331,8 @@ def test_a_bundle_that_unfolds_is_refused(text: str, tmp_path: Path) -> None:
 )
 def test_a_line_that_is_nested_too_deeply_is_named(line: str, tmp_path: Path) -> None:
     """T57. Injects: JSON lines with 200,000 nested lists, bytes that are not UTF-8 and values of other types, as own
-    texts, own conversations and problems of CORE. Must follow: refusal in one line that names file and line.
+    texts, own conversations and problems of CORE. Must follow: the file is refused in one line that names the file and
+    the line.
 
     注入：JSON 行里嵌套二十万层列表，含有不是 UTF-8 的字节或类型不对的值，分别作为自己的文本、自己的对话和 CORE 的题目。
     必须：用一行话拒绝，并指出文件和行号。

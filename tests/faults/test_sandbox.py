@@ -147,7 +147,8 @@ def test_a_program_has_no_rights_and_writes_nothing_outside_its_folder(run: Run,
 @pytest.mark.parametrize("start", ["python", "setpriv"])
 def test_a_program_that_would_keep_its_rights_does_not_start(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """T42. Injects: --unsafe-exec on a machine without namespaces where root may not become another user, and a kernel
-    that refuses the filter of system calls. Must follow: refusal with the reason; the program does not start.
+    that refuses the filter of system calls. Must follow: the evaluation is refused with the reason, and the program
+    does not start.
 
     注入：在没有命名空间的机器上用 --unsafe-exec，而 root 不能变成别的用户；以及内核拒绝过滤系统调用。
     必须：说明原因并拒绝，程序不启动。

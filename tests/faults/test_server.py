@@ -98,7 +98,7 @@ def test_clients_that_never_finish(sent: bytes) -> None:
 @pytest.mark.parametrize("begun", [b"", head(content_length=100_000)], ids=["headers", "body"])
 def test_clients_that_send_byte_by_byte(begun: bytes) -> None:
     """T24. Injects: a client that sends its headers or its body byte by byte, and never stops. Must follow: the
-    deadline of the whole ends it, however recent its last byte is.
+    deadline of the whole request closes the connection, however recent its last byte is.
 
     注入：客户端逐字节发送请求头或请求体，永不停止。必须：到整体期限就关闭，不管最后一个字节刚刚到达。
     """

@@ -109,7 +109,7 @@ def test_sigterm_saves_on_every_rank(base_folder: Path, whom: str) -> None:
 
 def test_sigterm_in_an_evaluation_saves_on_every_rank(base_folder: Path) -> None:
     """T10. Injects: SIGTERM to one rank of two in the middle of an evaluation that never ends. Must follow: both ranks
-    leave it, save the step before it and end with code 0; the next start makes up for the evaluation.
+    leave the evaluation, save the step before it and end with code 0; the next start runs the evaluation.
 
     注入：在一次不会结束的评测途中，向两个进程之一发送 SIGTERM。必须：两个进程都离开评测，保存评测之前的那一步，
     并以 0 退出；下次启动补做评测。
@@ -129,7 +129,7 @@ def test_sigterm_in_an_evaluation_saves_on_every_rank(base_folder: Path) -> None
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_dead_rank_ends_the_others_by_name(base_folder: Path, rank: int) -> None:
-    """T11. Injects: kill -9 of one rank of two. Must follow: the other one and the launcher end by themselves, naming
+    """T11. Injects: kill -9 of one rank of two. Must follow: the other rank and the launcher end by themselves, naming
     the dead rank and the step; the newest save is whole.
 
     注入：kill -9 两个进程之一。必须：另一个进程和启动器自行结束，并指出死掉的进程和所在的步；最新的保存完整。
@@ -159,7 +159,8 @@ def test_a_hung_rank_ends_the_others_by_name(base_folder: Path) -> None:
 
 def test_a_run_that_lost_a_rank_is_started_again(base_folder: Path, tmp_path: Path, pool: Pool) -> None:
     """T11. Injects: kill -9 of one rank of two under runs/supervise.sh, which saves every 5 of 20 steps. Must follow:
-    it starts again with a fresh rendezvous, and the end is that of a run without a fault, bit for bit.
+    the script starts the run again with a fresh rendezvous, and the result equals that of a run without a fault, bit
+    for bit.
 
     注入：在 runs/supervise.sh 之下 kill -9 两个进程之一，20 步中每 5 步保存一次。必须：它以新的会合点重新启动，
     最终结果与没有故障的训练逐位相同。

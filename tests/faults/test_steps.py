@@ -62,7 +62,7 @@ def one_bad_step(compute: Compute, factor: float, window: bool) -> dict[str, Any
 
 def test_a_nan_on_one_rank_is_skipped_on_all(pool: Pool) -> None:
     """T13. Injects: the loss of one rank of two is NaN in one step. Must follow: both ranks skip the step before any
-    parameter or optimizer state is touched, and take the next one alike.
+    parameter or optimizer state changes, and both take the next step in the same way.
 
     注入：两个进程之一在某一步的损失为 NaN。必须：两个进程都跳过这一步，参数和优化器状态都不变，并照常进行下一步。
     """
@@ -75,7 +75,8 @@ def test_a_nan_on_one_rank_is_skipped_on_all(pool: Pool) -> None:
 
 def test_a_spike_on_one_rank_is_skipped_on_all(pool: Pool) -> None:
     """T15. Injects: the gradients of one rank of two are 1,000 times too large in one step. Must follow: both ranks
-    skip the step, as more than six sigma above the last 128, before anything is touched, and take the next one alike.
+    skip the step before anything changes, because its gradient norm is more than six sigma above those of the last 128
+    steps, and both take the next step in the same way.
 
     注入：两个进程之一在某一步的梯度大了 1,000 倍。必须：两个进程都因为它高出最近 128 步六个标准差以上而跳过这一步，
     什么都不改变，并照常进行下一步。
@@ -90,8 +91,8 @@ def test_a_spike_on_one_rank_is_skipped_on_all(pool: Pool) -> None:
 
 
 def test_an_overflow_on_one_rank_halves_the_scale_on_all(pool: Pool) -> None:
-    """T16. Injects: the fp16 gradients of one rank of two overflow in one step. Must follow: both ranks skip it before
-    anything is touched, and both halve their loss scale; the next step is taken alike.
+    """T16. Injects: the fp16 gradients of one rank of two overflow in one step. Must follow: both ranks skip the step
+    before anything changes, and both halve their loss scale; both take the next step in the same way.
 
     注入：两个进程之一的 fp16 梯度在某一步溢出。必须：两个进程都跳过这一步，什么都不改变，
     并且都把损失缩放减半；下一步照常进行。

@@ -14,8 +14,9 @@ from nanochat.engine import Engine
 from nanochat.generate import adapters as module
 from nanochat.generate.adapters import NONE, Adapters
 from nanochat.generate.sampling import Sampling
-from nanochat.models.lora import LoraConfig, adapted, add_adapters, init_adapters, merge
+from nanochat.models.lora import LoraConfig, merge
 from nanochat.models.qwen.model import Qwen
+from tests.support.adapters import with_adapter
 from tests.support.qwens import VOCABULARY, oracle, tiny_qwen, write_folder
 
 NAMES = ("wide", "narrow", "scaled")
@@ -34,18 +35,6 @@ SHAPES = {
 GREEDY = Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-def with_adapter(family: str, config: LoraConfig, seed: int) -> Qwen:
-    """A model whose adapter changes what it says."""
-    model = tiny_qwen(family)
-    add_adapters(model, config)
-    init_adapters(model, seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, adapter in adapted(model):
-            adapter.second.weight.copy_(torch.randn(adapter.second.weight.shape, generator=generator) * 0.3)
-    return model.eval()
-
-
 @pytest.fixture(scope="module", params=list(SHAPES))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -58,7 +47,7 @@ def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place.mkdir()
     write_folder(place, family)
     for seed, (name, config) in enumerate(zip(NAMES, SHAPES[family], strict=True)):
-        save_adapter(with_adapter(family, config, seed), config, str(place), place.parent / name)
+        save_adapter(with_adapter(family, config, seed, 0.3), config, str(place), place.parent / name)
     return place
 
 
@@ -123,7 +112,7 @@ def test_a_mixed_batch_says_what_each_adapter_says_alone_and_merged(family: str,
         whole = tiny_qwen(family)
         if name:
             seed = NAMES.index(name)
-            whole = with_adapter(family, SHAPES[family][seed], seed)
+            whole = with_adapter(family, SHAPES[family][seed], seed, 0.3)
             merge(whole)
         (merged,) = Engine(whole, FolderTokenizer(folder, VOCABULARY), 1).generate([prompt], GREEDY)
         assert reply == merged.tokens, name

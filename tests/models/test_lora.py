@@ -11,8 +11,8 @@ import torch
 from nanochat.checkpoint_manager.huggingface.adapter import merge_adapter, read_adapter, save_adapter
 from nanochat.checkpoint_manager.huggingface.peft_settings import ALLOWED, HARMLESS, HONOURED
 from nanochat.common import UserError
-from nanochat.models.lora import LoraConfig, adapted, add_adapters, init_adapters, merge
-from nanochat.models.qwen.model import Qwen
+from nanochat.models.lora import LoraConfig, add_adapters, init_adapters, merge
+from tests.support.adapters import with_adapter
 from tests.support.qwens import VOCABULARY, oracle, tiny_qwen
 from tests.support.tiny_model import on_cpu
 
@@ -30,18 +30,6 @@ CASES = [
     ("mistral windows", CONFIG),
     *[("qwen3-moe", CONFIG), ("qwen3-moe", SCALED), ("qwen3-moe", ATTENTION), ("qwen3.5-moe", CONFIG)],
 ]
-
-
-def with_adapter(family: str, config: LoraConfig) -> Qwen:
-    """A model whose adapters matter."""
-    model = tiny_qwen(family)
-    add_adapters(model, config)
-    init_adapters(model)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for _, adapter in adapted(model):
-            adapter.second.weight.copy_(torch.randn(adapter.second.weight.shape, generator=generator) * 0.1)
-    return model
 
 
 def text(seed: int = 0) -> torch.Tensor:

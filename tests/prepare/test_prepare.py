@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import re
 import shutil
 import time
 from collections import Counter
@@ -115,21 +114,6 @@ def test_more_shards_are_added_and_a_changed_one_is_made_again(monkeypatch):
     # Without corpus.json only its size identifies a shard.
     assert "shard_00000" in seen and "shard_00050" in seen and tokens.key != first.key
     assert decoded(tokens) == list(texts(shards(corpus, "train")))
-
-
-def test_a_damaged_shard_or_token_file_stops_with_the_command_that_fixes_it():
-    corpus = make_corpus()
-    path = shards(corpus, "train")[1]
-    good = path.read_bytes()
-    path.write_bytes(good[:1000] + bytes([good[1000] ^ 1]) + good[1001:])
-    with pytest.raises(UserError, match=rf"shard {re.escape(str(path))} is damaged: .*Fix it with"):
-        prepare_documents(corpus, TOKENIZER, "train")
-    path.write_bytes(good)
-    folder = prepare_documents(corpus, TOKENIZER, "train").folder
-    assert not list(folder.glob(".tmp*"))
-    (folder / "shard_00001.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=rf"rm -f {re.escape(str(folder))}/shard_00001.bin"):
-        prepare_documents(corpus, TOKENIZER, "train")
 
 
 def prepare_and_report(queue) -> None:

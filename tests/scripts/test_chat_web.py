@@ -14,17 +14,13 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from nanochat.checkpoint_manager.files import read_meta, step_dir
-from nanochat.checkpoint_manager.huggingface.adapter import save_adapter
-from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.checkpoint_manager.load import Loaded
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError, parse
 from nanochat.device import compute_init
 from nanochat.generate.sampling import Sampling
-from nanochat.models.lora import LoraConfig, adapted, add_adapters, init_adapters
 from nanochat.serve.app import create_app
 from nanochat.serve.chosen import Chosen
 from nanochat.serve.connections import Caps, is_loopback
@@ -44,8 +40,8 @@ from scripts.chat_web import (
     with_key,
 )
 from tests.emulated_npu.worker import on_npu
+from tests.support.adapters import write_folder_with_adapter
 from tests.support.fake_engine import CHAT, SETTINGS, ByteTokenizer, FakeEngine, ask, running, serving
-from tests.support.qwens import write_folder
 from tests.support.tiny_model import tiny_checkpoint, tiny_gpt, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -353,17 +349,7 @@ def test_a_model_that_is_served_already_is_refused(base_folder):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A published model, and an adapter of it."""
-    folder = tmp_path_factory.mktemp("models") / "Qwen-tiny"
-    folder.mkdir()
-    write_folder(folder, "qwen3")
-    model = load_qwen(folder, compute_init("cpu"))
-    add_adapters(model, LoraConfig(2))
-    init_adapters(model)
-    for _, adapter in adapted(model):
-        torch.nn.init.normal_(adapter.second.weight, generator=torch.Generator().manual_seed(3))
-    save_adapter(model, LoraConfig(2), str(folder), folder.parent / "mine")
-    return folder
+    return write_folder_with_adapter(tmp_path_factory.mktemp("models") / "Qwen-tiny")
 
 
 def test_adapters_are_served_beside_their_base_by_one_engine(published):

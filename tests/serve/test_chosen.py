@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanochat.checkpoint_manager.huggingface.adapter import merge_adapter, save_adapter
+from nanochat.checkpoint_manager.huggingface.adapter import merge_adapter
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.common import UserError
-from nanochat.models.lora import LoraConfig, adapted, add_adapters, init_adapters
 from nanochat.platforms import host
 from nanochat.serve import chosen
 from nanochat.serve.chosen import (
@@ -27,23 +26,14 @@ from nanochat.serve.chosen import (
     names_adapter,
     plan_caches,
 )
+from tests.support.adapters import write_folder_with_adapter
 from tests.support.qwens import oracle, write_folder
 from tests.support.tiny_model import on_cpu, tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A published model, and beside it an adapter that changes what the model says."""
-    place = tmp_path_factory.mktemp("models") / "Qwen-tiny"
-    place.mkdir()
-    write_folder(place, "qwen3")
-    model = load_qwen(place, on_cpu())
-    add_adapters(model, LoraConfig(4))
-    init_adapters(model)
-    for _, adapter in adapted(model):
-        torch.nn.init.normal_(adapter.second.weight, generator=torch.Generator().manual_seed(3))
-    save_adapter(model, LoraConfig(4), str(place), place.parent / "mine")
-    return place
+    return write_folder_with_adapter(tmp_path_factory.mktemp("models") / "Qwen-tiny")
 
 
 def logits(choice: chosen.Chosen) -> torch.Tensor:

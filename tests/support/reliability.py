@@ -69,8 +69,8 @@ TEXT = (
 
 [中文](reliability.zh.md)
 
-What may happen to a run, and what must follow. Each row is a test that injects the fault; a run of all of them writes
-this page, so do not edit it:
+This page lists faults that may hit a run, and what must follow each of them. Each row is a test that injects the fault.
+A run of all these tests writes this page, so do not edit it:
 
 ```bash
 bash test.sh tests/faults
@@ -83,7 +83,7 @@ bash test.sh tests/faults
 
 [English](reliability.md)
 
-训练可能遇到的故障，以及随后必须发生的事。每一行都是一个真正注入故障的测试；本页由这些测试的运行生成，请不要手工修改：
+本页列出训练可能遇到的故障，以及每种故障之后必须出现的结果。每一行都是一个真正注入故障的测试。全部测试运行一遍就会生成本页，请不要手工修改：
 
 ```bash
 bash test.sh tests/faults

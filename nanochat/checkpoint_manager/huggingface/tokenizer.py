@@ -42,7 +42,7 @@ COMPANIONS = (
     "added_tokens.json",
     "special_tokens_map.json",
 )
-# Spellings of the token that ends a turn, in formats where others end a whole text.
+# Spellings of the token that ends a turn, in formats where another token ends a whole text.
 ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>")
 # Roles of our own tokenizer that published models lack, in the order in which they get free rows of
 # the embedding. The calculator's marks come first.
@@ -91,8 +91,8 @@ class FolderTokenizer:
         if not path.is_file() and (folder / SPM_NAME).is_file():
             raise UserError(
                 tr(
-                    "{folder} has its tokenizer only as {spm_name}, which is not read. Copy the "
-                    "publisher's {file_name} beside it",
+                    "{folder} has its tokenizer only as {spm_name}, which this program does not read. "
+                    "Copy the publisher's {file_name} beside it",
                     folder=folder,
                     spm_name=SPM_NAME,
                     file_name=FILE_NAME,
@@ -172,8 +172,9 @@ class FolderTokenizer:
     def _read_stops(self) -> frozenset[int]:
         """Return the tokens that end a reply, according to the publisher.
 
-        They are those of generation_config.json, else config.json, of tokenizer_config.json and of
-        ENDS_OF_TURN. Raises UserError if there are none.
+        They are the end tokens that generation_config.json lists, or config.json if that file lists
+        none, the eos_token of tokenizer_config.json, and the tokens of ENDS_OF_TURN. Raises
+        UserError if the model has none of them.
         """
         listed: Any = []
         for name in ("config.json", "generation_config.json"):
@@ -369,7 +370,7 @@ class FolderTokenizer:
 
     @cached_property
     def _before_reply(self) -> tuple[str, bool]:
-        """The white space that the template writes before a reply, and whether a mark is before it."""
+        """The white space that the template writes before a reply, and whether it follows a mark."""
         question, answer = _message("user", "Q"), _message("assistant", "an_answer")
         prompt = self._text([question], reply=True)
         after_mark = any(prompt.endswith(text) for text in self._specials)
@@ -399,7 +400,7 @@ class FolderTokenizer:
 
     @cached_property
     def _bytes(self) -> dict[int, bytes]:
-        """The bytes of each token by its ID; those of an unused row of the embedding are empty."""
+        """The bytes of each token by its ID, which are empty for an unused row of the embedding."""
         byte_of = {letter: byte for byte, letter in enumerate(letters_for_bytes())}
         spellings = dict.fromkeys(range(self.vocab_size), b"")
         for text, token in self._tokenizer.get_vocab().items():
@@ -414,14 +415,14 @@ class FolderTokenizer:
     def token_bytes(self) -> np.ndarray:
         """Return the length of each token in bytes, as an int32 array (V,).
 
-        The length of added tokens, such as special ones, is given as 0.
+        Added tokens, such as special ones, have length 0, because they stand for no text.
         """
         lengths = np.array([len(self._bytes[token]) for token in range(self.vocab_size)], np.int32)
         lengths[list(self._added.values())] = 0
         return lengths
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of a sequence of tokens; those of a special token are its spelling.
+        """Return the bytes of a sequence of tokens, in which a special token gives its spelling.
 
         Raises KeyError if a token is outside the embedding.
         """
@@ -594,8 +595,8 @@ class FolderTokenizer:
         if answers.without_marks(marked_text) != text:
             raise UserError(
                 tr(
-                    "the chat template in {folder} rewrites what the assistant says, so "
-                    "nobody knows what to train; use another template",
+                    "the chat template in {folder} rewrites what the assistant says, so the "
+                    "words to train on cannot be found in its text; use another template",
                     folder=self.folder,
                 )
             )
@@ -613,9 +614,9 @@ class FolderTokenizer:
 
     def _check_template(self, conversation: Conversation) -> None:
         """Raise UserError if the chat template has no place for what a conversation holds."""
-        asked_for = set(conversation.options)
+        needed = set(conversation.options)
         for message in conversation.messages:
-            asked_for |= {"tool results"} if message.role == "tool" else set(message.fields)
+            needed |= {"tool results"} if message.role == "tool" else set(message.fields)
         source = self.template_source or ""
         supported = {key for key in conversation.options if key != "tools" and key in source}
         if self.takes_tools:
@@ -624,14 +625,14 @@ class FolderTokenizer:
             supported |= {"tool_calls", "tool results"}
         if self.takes_reasoning:
             supported.add("reasoning_content")
-        unknown = sorted(asked_for - supported)
-        if unknown:
+        unsupported = sorted(needed - supported)
+        if unsupported:
             raise UserError(
                 tr(
                     "the chat template in {folder} does not write {field!r}. Leave such "
                     "records out, or fine-tune a model whose template writes them",
                     folder=self.folder,
-                    field=unknown[0],
+                    field=unsupported[0],
                 )
             )
 

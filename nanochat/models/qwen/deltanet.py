@@ -169,6 +169,27 @@ def _visibility(documents: Tensor, chunks: int, size: int) -> tuple[Tensor, Tens
     return is_same.tril(), document == last_of_chunk_before
 
 
+def _decays(
+    log_decay: Tensor,  # (N, B, H, G, C) fp32 of each token
+    documents: Tensor | None,  # (B, T)
+) -> tuple[Tensor, Tensor]:
+    """Return how much each token still sees of what was written before it, from 0 to 1.
+
+    The first result is for what each token of its chunk wrote, (N, B, H, G, C, C), and the second
+    for the memory before the chunk, (N, B, H, G, C). Other documents are not seen.
+    """
+    chunks = log_decay.size(0)
+    size = log_decay.size(-1)
+    since_begin = log_decay.cumsum(-1)  # log decay since the chunk began
+    decay_before = since_begin.exp()
+    sees = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril()
+    if documents is not None:
+        sees, sees_before = _visibility(documents, chunks, size)
+        decay_before = decay_before * sees_before
+    between = since_begin[..., :, None] - since_begin[..., None, :]
+    return between.masked_fill(~sees, NEVER).exp(), decay_before
+
+
 def chunked(
     q: Tensor,  # (B, T, H, Dk)
     k: Tensor,  # (B, T, H, Dk)
@@ -194,29 +215,25 @@ def chunked(
     g = _in_chunks(log_decay.float(), N, size).unflatten(2, (H, G))  # (N, B, H, G, C)
     b = _in_chunks(strength.float(), N, size).unflatten(2, (H, G))[..., None]
 
-    since_begin = g.cumsum(-1)  # log decay since the chunk began
-    decay_before = since_begin.exp()  # decay of the memory before the chunk
-    sees = torch.ones(size, size, dtype=torch.bool, device=k.device).tril()
-    if documents is not None:
-        sees, sees_before = _visibility(documents, N, size)
-        decay_before = decay_before * sees_before
-    # The decay between two tokens of a chunk, (N, B, H, G, C, C).
-    between = since_begin[..., :, None] - since_begin[..., None, :]
-    decay = between.masked_fill(~sees, NEVER).exp()
+    decay, decay_before = _decays(g, documents)
 
     # Each token writes what its value lacks beside what the tokens before it in the chunk write:
     # a triangular system of equations.
-    inverse = _Inverse.apply((k @ k.mT).unsqueeze(3) * decay * b).to(dtype)
+    system = (k @ k.mT).unsqueeze(3) * decay * b
+    inverse = _Inverse.apply(system).to(dtype)
     values = inverse @ (v * b).to(dtype)
     read_keys = inverse @ (k.unsqueeze(3) * (decay_before[..., None] * b)).to(dtype)
-    scores = ((q.to(dtype) @ k.to(dtype).mT).unsqueeze(3) * decay).to(dtype)
-    queries = (q.unsqueeze(3) * decay_before[..., None]).to(dtype)
+
+    # The memory goes from chunk to chunk.
     write_keys = (k.unsqueeze(3) * decay[..., -1, :, None]).to(dtype)
     chunk_decay = decay_before[..., -1:, None]
     S = k.new_zeros(B, H, G, Dk, Dv) if memory is None else memory.unflatten(1, (H, G))
     scanned = _Scan.apply(values, read_keys, write_keys, chunk_decay, S)
     memories, writes, S = cast(tuple[Tensor, Tensor, Tensor], scanned)
 
+    # Each token reads from the memory before its chunk, and from what its chunk has written.
+    queries = (q.unsqueeze(3) * decay_before[..., None]).to(dtype)
+    scores = ((q.to(dtype) @ k.to(dtype).mT).unsqueeze(3) * decay).to(dtype)
     o = queries @ memories + scores @ writes  # (N, B, H, G, C, Dv)
     o = o.transpose(0, 1).flatten(2, 3).transpose(2, 3)  # (B, N, C, H * G, Dv)
     return o.flatten(1, 2)[:, :T], S.flatten(1, 2)
