@@ -393,6 +393,8 @@ def _check_problem(kind: str, problem: dict[str, Any]) -> None:
             raise ValueError(tr("gold is not the index of an option"))
 
 
+Read = Callable[[IclTask, int | None], list[dict[str, Any]]]  # as read_problems(), or a cache of it
+
 # --- prompts -------------------------------------------------------------------------------------
 
 
@@ -545,6 +547,7 @@ def evaluate_task(
     limit: int | None = None,
     tokens_per_batch: int = 16384,
     records: Records | None = None,
+    read: Read = read_problems,
 ) -> TaskScore:
     """Return an unsharded model's score on the first `limit` problems of a task, over all ranks.
 
@@ -565,7 +568,7 @@ def evaluate_task(
     begin = time.perf_counter()
     correct = 0
     with parallel.together(task.label, compute):
-        problems = read_problems(task, limit)
+        problems = read(task, limit)
         rank_numbers = range(compute.rank, len(problems), compute.world_size)
         for i in range(0, len(rank_numbers), PROBLEMS_AT_ONCE):
             numbers = rank_numbers[i : i + PROBLEMS_AT_ONCE]
@@ -592,13 +595,14 @@ def evaluate_core(
     tokens_per_batch: int = 16384,
     records: Callable[[IclTask], Records] | None = None,
     log_tasks: bool = True,
+    read: Read = read_problems,
 ) -> Core:
     """Return CORE and the scores of all tasks in a bundle, on at most `limit` problems of each.
 
     With `log_tasks`, each score is logged. `tokens_per_batch` limits the positions in a forward
     pass, padding included, unless one problem needs more. `records` returns the Records for a
-    task's answers. A task whose evaluation raises UserError is left out with a warning, and CORE is
-    then None. If all tasks raise it, so does this function.
+    task's answers, and `read` a task's problems. A task whose evaluation raises UserError is left
+    out with a warning, and CORE is then None. If all tasks raise it, so does this function.
     """
     scores: list[TaskScore] = []
     broken: list[str] = []
@@ -606,7 +610,9 @@ def evaluate_core(
     for number, task in enumerate(tasks, start=1):
         try:
             answers = records(task) if records else None
-            score = evaluate_task(model, tokenizer, task, compute, limit, tokens_per_batch, answers)
+            score = evaluate_task(
+                model, tokenizer, task, compute, limit, tokens_per_batch, answers, read
+            )
         except UserError as why:
             if len(broken) == len(tasks) - 1:
                 raise
@@ -635,7 +641,9 @@ def evaluate_core(
     return Core(tuple(scores), core, tuple(broken))
 
 
-def count_tokens(folder: Path, limit: int | None, tokenizer: Tokenizer) -> int:
+def count_tokens(
+    folder: Path, limit: int | None, tokenizer: Tokenizer, read: Read = read_problems
+) -> int:
     """Estimate how many tokens a model reads for CORE on `limit` problems of each task.
 
     The first eight problems (COUNTED_PROBLEMS) of each task are tokenised; the other problems are
@@ -643,7 +651,7 @@ def count_tokens(folder: Path, limit: int | None, tokenizer: Tokenizer) -> int:
     """
     tokens = 0.0
     for task in read_bundle(folder):
-        problems = read_problems(task, limit)
+        problems = read(task, limit)
         counted = range(min(len(problems), COUNTED_PROBLEMS))
         rows = [row for rows in _rows(task, problems, counted, tokenizer) for row in rows]
         tokens += tokens_read(rows) / len(counted) * len(problems)

@@ -321,7 +321,8 @@ def hosts_of(cfg: Config, chip: Chip | None, bench: calibration.Bench | None) ->
     Raises UserError if the cards are for inference only.
     """
     host_chip, host_count = device.cards()
-    counts = [(chip_named(name), count) for name, count in REFERENCE]
+    reference = ((chip_named(name), cfg.ranks or count) for name, count in REFERENCE)
+    counts = list(dict.fromkeys(reference))  # --ranks gives each kind one number of cards
     if chip is not None and chip != host_chip:
         counts = [(chip, cfg.ranks or 8)]
     elif host_chip is not None:

@@ -16,7 +16,13 @@ from nanochat.planner.tables import cells, markdown, plan_head
 from nanochat.planner.work import size_of
 from nanochat.platforms.base import Chip
 from nanochat.runtime.progress import amount
+from nanochat.train import task_scores
 from nanochat.train.fit import disk
+
+# What a measurement of CORE reads with the 100 problems of each task that --core_examples has by
+# default. 863,000 tokens were counted for 18 of its 22 tasks; the rest is an estimate (dev/LOG.md).
+CORE_TOKENS = 1_240_000
+READING_MFU = 0.5  # of training's, an estimate: prompts have many lengths, and few fill a pass
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,9 @@ def plan_text(name: str, hosts: list[Cards], upstream: bool = False) -> str:
     preset = preset_named(name)
     size = size_of(preset.depth, preset.vocab_size, upstream=upstream)
     source = SOURCES[preset.corpus]
+    licence = source.licence
+    if not source.commercial:
+        licence = tr("{licence}, not for commercial use", licence=licence)
     tokens = preset.ratio * size.scaling
     disk_bytes = disk.of_speedrun(
         preset.depth, tokens, size.saved, preset.vocab_size, preset.corpus, preset.shards
@@ -93,7 +102,7 @@ def plan_text(name: str, hosts: list[Cards], upstream: bool = False) -> str:
         corpus=source.title,
         shards=preset.shards + 1,  # one for validation
         megabytes=source.file_bytes / 1e6,
-        licence=source.licence,
+        licence=licence,
         flops=tokens * size.flops_per_token,
         disk=amount(disk_bytes, "B"),
     )
@@ -106,11 +115,34 @@ def plan_text(name: str, hosts: list[Cards], upstream: bool = False) -> str:
             rows.append([label, str(cards.count), *chip_cells])
     columns = plan_head()
     table = markdown([*columns[:2], *columns[3:-1]], rows)
-    note = tr(
-        "predicted for pretraining. Midtraining, SFT, RL and evaluations come on top; nobody has "
-        "timed this preset"
+    times, share = core_while_training(tokens)
+    notes = (
+        tr(
+            "Hours are predicted for pretraining; midtraining, SFT, RL and evaluations come on top. "
+            "Nobody has timed this preset."
+        ),
+        tr("MFU is the share of the card's peak in 16 bits, also in the row with fp8."),
+        tr(
+            "If CORE's tasks are in the base folder, CORE is measured {times} times as the model "
+            "trains, which adds about {percent:.1f} % to these hours.",
+            times=times,
+            percent=100 * share,
+        ),
+        tr(
+            "For other cards: python -m nanochat.planner --preset {name} --chip H200 --ranks 8",
+            name=name,
+        ),
     )
-    return f"{head}\n\n{table}\n\n{note}"
+    return "\n\n".join((head, table, "\n".join(notes)))
+
+
+def core_while_training(tokens: float) -> tuple[int, float]:
+    """Return how often --core_every=auto measures CORE in a run, and its share of the run's time.
+
+    Reading a token takes a third of the FLOPs of training on it, at half (READING_MFU) of the MFU.
+    """
+    times = task_scores.affordable_times(CORE_TOKENS, tokens)
+    return times, times * CORE_TOKENS / (task_scores.PASSES * tokens * READING_MFU)
 
 
 def _plan(preset: Preset, cards: Cards, upstream: bool, fp8: bool) -> Plan:

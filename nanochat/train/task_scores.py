@@ -3,6 +3,7 @@
 Every measurement asks the same problems, so that the figures make a curve.
 """
 
+import functools
 import math
 import random
 import time
@@ -128,13 +129,22 @@ def of_base_model(
                 exit_code=2,
             )
         tokens_per_batch = compute.platform.evaluation_rows * model.config.sequence_len
+        # Reading them again takes longer than a card needs for a measurement (dev/LOG.md).
+        read = functools.cache(core.read_problems)
 
         def evaluate(whole: Model) -> float | None:
             return core.evaluate_core(
-                whole, tokenizer, bundle, compute, examples, tokens_per_batch, log_tasks=False
+                whole,
+                tokenizer,
+                bundle,
+                compute,
+                examples,
+                tokens_per_batch,
+                log_tasks=False,
+                read=read,
             ).core
 
-        return core.count_tokens(bundle, examples, tokenizer), evaluate
+        return core.count_tokens(bundle, examples, tokenizer, read), evaluate
 
     every, evaluate = _prepared(flags, training, "CORE", prepare, compute)
     return TaskScores(every, "core", evaluate, model, compute)
@@ -247,8 +257,13 @@ def affordable_every(cost: int, tokens: int, steps: int) -> int:
     `cost` is that of a measurement, in tokens that are read, and the run trains on `tokens` tokens.
     There are at most 20 (MOST_TIMES) measurements. Returns 0 if a single one costs too much.
     """
-    times = min(math.floor(SHARE * PASSES * tokens / max(cost, 1)), MOST_TIMES)
+    times = affordable_times(cost, tokens)
     return math.ceil(steps / times) if times else 0
+
+
+def affordable_times(cost: int, tokens: float) -> int:
+    """Return how many measurements affordable_every() affords in a run, whatever its steps."""
+    return min(math.floor(SHARE * PASSES * tokens / max(cost, 1)), MOST_TIMES)
 
 
 class Chosen:

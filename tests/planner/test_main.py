@@ -13,6 +13,7 @@ from nanochat.planner import __main__ as command
 from nanochat.planner import calibration, plan, tables
 from nanochat.planner.cards import LAUNCH_SECONDS, RATINGS, rates_of
 from nanochat.planner.plan import plan_of
+from nanochat.planner.presets import core_while_training
 from nanochat.planner.programs import CHUNKED, FUSED, PLAIN
 from nanochat.planner.work import size_of
 from nanochat.platforms.ascend import chips as ascend_chips
@@ -145,11 +146,20 @@ def test_a_preset_is_planned_for_named_cards_with_its_own_tokens(capsys: pytest.
         said(capsys, preset="d8")
 
 
+def test_measuring_core_takes_two_percent_of_a_preset_at_most() -> None:
+    billion = 10**9
+    assert core_while_training(1.6 * billion) == (20, pytest.approx(0.0103, abs=1e-4))
+    assert core_while_training(0.2 * billion)[1] <= 0.02
+    assert core_while_training(0.01 * billion) == (0, 0)
+
+
 def test_a_preset_without_a_card_is_planned_for_those_that_people_compare(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, preset="gpt2")[0]
     rows = [line.split(" | ")[:2] for line in out.splitlines() if line.startswith("| ")]
     assert rows[2:] == [["| H100, fp8", "8"], ["| H100", "8"], ["| 910B3", "8"], ["| 910B3", "16"]]
-    assert "CC BY-NC 4.0" in out and "FLOPs" in out
+    assert "CC BY-NC 4.0, not for commercial use" in out and "FLOPs" in out
+    rows = [line.split(" | ")[:2] for line in said(capsys, preset="d12", ranks=4)[0].splitlines() if " ± " in line]
+    assert rows == [["| H100", "4"], ["| 910B3", "4"]]
     with pytest.raises(UserError) as refusal:
         said(capsys, preset="smoke")
     assert refusal.value.exit_code == 2

@@ -156,9 +156,13 @@ def test_without_a_bundle_core_is_refused_if_asked_for_and_else_left_out_in_one_
 
 def test_with_a_bundle_core_is_measured_by_default_as_often_as_it_is_cheap(base_folder: Path) -> None:
     shutil.copytree(BUNDLE, base_folder / "eval_bundle")
-    assert without_bundle(core_examples=EXAMPLES).every == 1
+    scores = without_bundle(core_examples=EXAMPLES)
+    assert scores.every == 1
     with pytest.raises(UserError, match=r"--core_examples must be above 3.* got 3"):
         without_bundle(core_every=1, core_examples=3)
+    for file in (base_folder / "eval_bundle").rglob("*.jsonl"):
+        file.write_text("")
+    assert scores.measure(1) == scores.measure(2) != {}  # the problems were read once, before the first step
 
 
 # --- the problems of chat tasks ------------------------------------------------------------------

@@ -35,6 +35,8 @@ class Source:
     """The columns of the published files; a file without one of them is refused."""
     licence: str
     """The licence as the publisher names it."""
+    commercial: bool = True
+    """Whether the licence allows commercial use."""
     modelscope: str | None = None
     """Owner and name on ModelScope, or None if no copy is known there."""
 
@@ -154,7 +156,8 @@ CLIMBMIX = Source(
     files=6_543,
     file_bytes=100e6,
     columns=("text",),
-    licence="CC BY-NC 4.0, not for commercial use",
+    licence="CC BY-NC 4.0",
+    commercial=False,
 )
 
 # Fineweb-Edu-Chinese: Chinese pages that a classifier found instructive, shuffled or as OpenCSG
