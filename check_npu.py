@@ -31,7 +31,21 @@ sys.path.insert(0, str(ROOT))
 
 # Thanks to the line above, the repository need not be installed.
 from tools_npu import host, host_checks, lines, processes, setup  # noqa: E402
+from tools_npu.flags import Flags  # noqa: E402
 from tools_npu.lines import FAIL, SKIP, Line  # noqa: E402
+
+CHINESE_HELP = """检查昇腾主机，从驱动一直到集合通信，说明哪一项没通过、该怎么办。
+
+    python check_npu.py                  每项检查一行：PASS、WARN、FAIL 或 SKIP；有一项 FAIL 时退出码是 1
+    python check_npu.py --json           同样的内容，以 JSON 输出，供程序读取
+    python check_npu.py --bench          另外测量卡的速度，供规划器和问题反馈使用
+    python check_npu.py --share          打印 --bench 测得的结果，可以贴到 issue 里
+    python check_npu.py --processes      列出你的训练进程、用户和目录；加上 --end ID... 结束其中几个
+    python check_npu.py --lang zh        打印中文（默认：由系统的语言环境决定）
+
+这个脚本只需要 Python 3.8 或更高版本的标准库。需要 torch 的检查在单独的进程里进行；如果运行它的 Python 没有 torch，
+就用 .venv/bin/python。
+"""
 
 DEVICE_SECONDS = 900
 HEADER = f"{'ID':>8}  {'running':>11}  {'cards':<12} {'memory':>9}  {'user':<10}  command"
@@ -258,50 +272,59 @@ def log_file(base: Path) -> Path:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    parser = argparse.ArgumentParser(
-        "check_npu.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    flags = Flags("check_npu.py", __doc__, CHINESE_HELP)
+    flags.add(
+        "--json",
+        "print one JSON object instead of lines, for programs",
+        "不逐行打印，而是输出一个 JSON 对象，供程序读取",
+        action="store_true",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of lines, for programs"
-    )
-    parser.add_argument(
+    flags.add(
         "--bench",
+        "also measure for a minute how fast the cards are; nanochat.planner reads the result",
+        "另外用一分钟测量卡的速度；nanochat.planner 会读取结果",
         action="store_true",
-        help="also measure for a minute how fast the cards are; nanochat.planner reads the result",
     )
-    parser.add_argument(
+    flags.add(
         "--share",
+        "print what --bench has measured, without names of hosts or folders",
+        "打印 --bench 测得的结果，不含主机名和目录名",
         action="store_true",
-        help="print what --bench has measured, without names of hosts or folders",
     )
-    parser.add_argument(
-        "--processes", action="store_true", help="list your training processes instead of checking"
+    flags.add(
+        "--processes",
+        "list your training processes instead of checking",
+        "不做检查，而是列出你的训练进程",
+        action="store_true",
     )
-    parser.add_argument(
+    flags.add(
         "--end",
+        "end these processes of the list with SIGTERM",
+        "用 SIGTERM 结束列表中的这些进程",
         nargs="+",
         type=int,
         default=[],
         metavar="ID",
-        help="end these processes of the list with SIGTERM",
     )
-    parser.add_argument(
+    flags.add(
         "--force",
+        "with --end: kill processes that SIGTERM has not ended after 10 seconds",
+        "与 --end 同用：10 秒后 SIGTERM 仍未结束的进程，强制结束",
         action="store_true",
-        help="with --end: kill processes that SIGTERM has not ended after 10 seconds",
     )
-    parser.add_argument(
-        "--lang", choices=["zh", "en"], help="language of the output (default: that of the locale)"
+    flags.add(
+        "--lang",
+        "language of the output (default: that of the locale)",
+        "输出的语言（默认：由系统的语言环境决定）",
+        choices=["zh", "en"],
     )
-    parser.add_argument(
+    flags.add(
         "--root",
+        "folder to put in front of every absolute path, for tests (default: none)",
+        "加在每个绝对路径前面的目录，供测试用（默认：无）",
         default="",
-        help="folder to put in front of every absolute path, for tests (default: none)",
     )
-    return parser
+    return flags.parser
 
 
 def main(words: Sequence[str] | None = None) -> int:

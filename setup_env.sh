@@ -9,6 +9,12 @@
 # .venv/setup.stamp records the inputs for which the environment is complete. .venv/setup.busy exists while packages
 # are being changed: an environment that a killed set-up left behind is deleted and rebuilt from uv's cache.
 
+# 创建 .venv，安装 pyproject.toml 和锁文件里列出的软件包。没有变化时什么也不做。
+#   source setup_env.sh && setup_env    在脚本里用：之后的 python 就是 .venv 里的 Python
+#   bash setup_env.sh                   手动运行
+# --dev 还会安装测试工具。在昇腾主机上，这个脚本不选择 torch：setup_ascend.sh 选好成对的 torch 和 torch_npu，再传入
+# --npu 版本、--python-max 次版本号（有对应安装包的最新 Python 3）和 --numpy 1|2。
+
 SETUP_ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 SETUP_VENV=$SETUP_ROOT/.venv
 
@@ -371,6 +377,10 @@ setup_main() {
     while [ $# -gt 0 ]; do
         case $1 in
         --dev) DEV=1 ;;
+        -h | --help)
+            source "$SETUP_ROOT/runs/words.sh"
+            show_help "$SETUP_ROOT/setup_env.sh"
+            ;;
         --npu) NPU=$2 TORCH=0 && shift ;;
         --python-max) PYTHON_MAX=$2 && shift ;;
         --numpy) NUMPY=$2 && shift ;;

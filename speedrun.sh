@@ -12,10 +12,26 @@
 # Set NPROC_PER_NODE to use fewer devices than the machine has.
 # You can stop the command at any moment: typed again, it resumes; typed again after the end, it says that all is done.
 # Data, checkpoints and the report go to NANOCHAT_BASE_DIR (default ~/.cache/nanochat).
+
+# 从零训练一个聊天模型：在本机的设备上跑完整个流程。
+#   bash speedrun.sh                    CPU 上用内置语料 TinyWorld；GPU 上用 FineWeb-Edu，20 层
+#   bash speedrun.sh --data tinyworld   任何设备上都用内置语料，不需要网络
+#   bash speedrun.sh --preset smoke     两分钟跑遍每个阶段，看看是否一切正常
+#   bash speedrun.sh --preset d12       FineWeb-Edu，12 层，即为昇腾公布的配置；speedrun_npu.sh 的默认值
+#   bash speedrun.sh --preset gpt2      ClimbMix（CC BY-NC 4.0，禁止商用），24 层：用 8 张 GPU 或 8 到 16 张 NPU 达到 GPT-2 的 CORE
+#   bash speedrun.sh --preset gpt2 --plan             只打印 d12、d20 或 gpt2 要用的小时、内存、磁盘和 FLOPs
+#   bash speedrun.sh --preset gpt2 --recipe upstream  用上游的模型训练 d12、d20 或 gpt2，不含我们加入的部分
+#   bash speedrun.sh --family qwen3     Qwen3 形状的模型，导出后 transformers、vLLM 和 llama.cpp 都能加载
+#   bash speedrun.sh --other_code       阶段开始之后改过代码，仍然续训
+# 设置 NPROC_PER_NODE，可以少用几个设备。
+# 随时可以停止：再次输入同一条命令就会继续；全部完成之后再输入，它会说已经完成。
+# 数据、检查点和报告放在 NANOCHAT_BASE_DIR（默认 ~/.cache/nanochat）。
+
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source setup_env.sh
 source runs/sizes.sh
+source runs/words.sh
 
 refuse() { # ENGLISH CHINESE: a flag or a variable that cannot be used
     echo "错误：$2" >&2
@@ -44,10 +60,7 @@ while [ $# -gt 0 ]; do
         ;;
     --plan) plan=yes && shift ;;
     --other_code | --other-code) train_flags+=(--other_code) && shift ;;
-    -h | --help)
-        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-        exit 0
-        ;;
+    -h | --help) show_help speedrun.sh ;;
     *)
         refuse \
             "speedrun.sh takes --preset auto|smoke|tinyworld|tinyworld-small|d12|d20|gpt2, --data NAME, --family gpt|qwen3, --recipe ours|upstream, --plan and --other_code, got $1; bash speedrun.sh --help lists the flags" \

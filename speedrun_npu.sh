@@ -7,8 +7,18 @@
 # Choose cards with ASCEND_RT_VISIBLE_DEVICES=0,1 or NPROC_PER_NODE=2, and a mirror for data with HF_ENDPOINT. The flags
 # are those of speedrun.sh. You can stop the command at any moment: typed again, it resumes. On a host without an NPU it
 # runs speedrun.sh.
+
+# 在昇腾 NPU 上跑完整个流程：先准备好主机，再训练公布的 d12 配置，每步 262,144 个词元。
+#   bash speedrun_npu.sh                                    FineWeb-Edu，12 层，用 1、2、4、8 或 16 张卡
+#   bash speedrun_npu.sh --preset gpt2 --plan               在 ClimbMix 上训练 24 层要用的小时、内存和磁盘，8 到 16 张卡
+#   bash speedrun_npu.sh --data tinyworld                   内置语料，不需要网络
+#   bash speedrun_npu.sh --data tinyworld --preset smoke    几分钟跑遍每个阶段，看看是否一切正常
+# 用 ASCEND_RT_VISIBLE_DEVICES=0,1 或 NPROC_PER_NODE=2 选择用哪些卡，用 HF_ENDPOINT 指定数据的镜像站。选项与
+# speedrun.sh 相同。随时可以停止：再次输入同一条命令就会继续。没有 NPU 的主机上改为运行 speedrun.sh。
+
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
+source runs/words.sh
 
 flags=("$@")
 preset='' data=''
@@ -16,10 +26,7 @@ while [ $# -gt 0 ]; do
     case $1 in
     --preset=* | --data=*) printf -v "$(cut -c 3- <<<"${1%%=*}")" %s "${1#*=}" ;;
     --preset | --data) printf -v "${1#--}" %s "${2:-}" ;;
-    -h | --help)
-        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-        exit 0
-        ;;
+    -h | --help) show_help speedrun_npu.sh ;;
     esac
     shift
 done

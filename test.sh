@@ -4,14 +4,23 @@
 #   bash test.sh --quick    without the tests of ranks, browser, whole stages and the emulated NPU
 #   bash test.sh --lint     only the linters, as pre-commit does
 #   bash test.sh --quick tests/test_common.py -k atomic
+
+# 在 .venv 里运行全部测试和代码检查，需要时先创建 .venv。其他选项和路径交给 pytest。
+#   bash test.sh            全部
+#   bash test.sh --quick    不含多进程、浏览器、完整阶段和模拟 NPU 的测试
+#   bash test.sh --lint     只做代码检查，与 pre-commit 相同
+#   bash test.sh --quick tests/test_common.py -k atomic
+
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source setup_env.sh
+source runs/words.sh
 
 mode=full
 pytest_args=()
 for word in "$@"; do
     case $word in
+    -h | --help) show_help test.sh ;;
     --quick) mode=quick ;;
     --lint) mode=lint ;;
     *) pytest_args+=("$word") ;;

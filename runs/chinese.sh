@@ -8,6 +8,17 @@
 #   bash runs/chinese.sh --preset cpu                           4 layers of 256 channels, for a laptop; chats of TinyWorld
 #   bash runs/chinese.sh --preset tiny                          every stage in minutes, on TinyWorld, to see that it works
 # --depth N sets the number of layers, --shards N the files of each published corpus. Typed again after a stop, it resumes.
+
+# 从零训练一个会中文和英文的聊天模型：分词器、预训练、中期训练、监督微调，以及各项评测。
+#   bash runs/chinese.sh                                        12 层，十行里六行中文、四行英文
+#   bash runs/chinese.sh --data fineweb-zh:0.8,climbmix:0.2     换用其他语料和权重
+#   bash runs/chinese.sh --data fineweb-zh-v2.1:0.6,mytexts:0.4 --shards 400 --from modelscope
+#   bash runs/chinese.sh --mix ~/chats.jsonl                    加入你的中文对话；公开的对话数据是英文的
+#   bash runs/chinese.sh --plan                                 只说明这次训练要用多少资源
+#   bash runs/chinese.sh --preset cpu                           4 层、256 通道，适合笔记本电脑；对话来自 TinyWorld
+#   bash runs/chinese.sh --preset tiny                          在 TinyWorld 上几分钟跑遍每个阶段，看看是否一切正常
+# --depth N 设置层数，--shards N 设置每份公开语料的文件数。停止之后再次输入，会继续。
+
 set -euo pipefail
 typed_in=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,7 +30,7 @@ while [ $# -gt 0 ]; do
     --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
     --preset | --data | --depth | --shards | --from | --mix) flag "${1#--}" "${2-}" && shift 2 ;;
     --plan) plan=yes && shift ;;
-    -h | --help) show_help ;;
+    -h | --help) show_help runs/chinese.sh ;;
     *)
         echo "error: runs/chinese.sh takes --preset full|cpu|tiny, --data, --depth, --shards, --from, --mix and --plan, got $1" >&2
         exit 2

@@ -1,11 +1,7 @@
 # shellcheck shell=bash
 # Functions for the scripts of this folder, which source this file in the root of the repository.
 source runs/sizes.sh
-
-show_help() { # print the comment at the top of the script in this folder that runs, and end
-    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "runs/${0##*/}"
-    exit 0
-}
+source runs/words.sh
 
 prepare() { # make the environment of this host; sets `base`, `device`, `matmul`, and `devices`, which NPROC_PER_NODE may lower
     local code=3

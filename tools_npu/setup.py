@@ -24,7 +24,18 @@ from pathlib import Path
 from typing import Mapping, NamedTuple, Sequence
 
 from tools_npu import environment, host, lines, versions
+from tools_npu.flags import Flags
 
+CHINESE_HELP = """准备昇腾主机：选择与 CANN 配套的 torch 和 torch_npu，创建 .venv，导出环境变量。
+
+    bash setup_ascend.sh             创建环境
+    source setup_ascend.sh           创建环境，并在当前 shell 里设置变量
+    bash setup_ascend.sh --dry-run   只打印会做什么，不做任何更改
+    bash setup_ascend.sh --fix       还会修复用户所属的组和无法加载的 torch_npu
+    source setup_ascend.sh --fix     还会修复当前 shell 里有害的环境变量
+
+退出码：0 就绪，1 被拒绝或失败，2 选项不认识，3 本机没有 NPU。
+"""
 ROOT = Path(__file__).resolve().parent.parent
 NO_NPU = 3
 # --fix does not touch variables whose names begin so, because only the user knows the right value.
@@ -540,40 +551,37 @@ def finish(options: argparse.Namespace) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    parser = argparse.ArgumentParser(
-        "setup_ascend.sh",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be done and change nothing"
-    )
-    parser.add_argument(
-        "--fix",
+    flags = Flags("setup_ascend.sh", __doc__, CHINESE_HELP)
+    flags.add(
+        "--dry-run",
+        "print what would be done and change nothing",
+        "只打印会做什么，不做任何更改",
         action="store_true",
-        help=(
-            "also repair harmful variables (only when sourced), the group of the user, and a "
-            "torch_npu that does not load"
-        ),
     )
-    parser.add_argument(
+    flags.add(
+        "--fix",
+        "also repair harmful variables (only when sourced), the group of the user, and a "
+        "torch_npu that does not load",
+        "还会修复有害的环境变量（仅限 source 时）、用户所属的组，以及无法加载的 torch_npu",
+        action="store_true",
+    )
+    flags.add(
         "--torch-npu",
+        "version of torch_npu to install (default: NANOCHAT_TORCH_NPU, otherwise the version that "
+        "the table pairs with the installed CANN)",
+        "要安装的 torch_npu 版本（默认：NANOCHAT_TORCH_NPU，否则是表中与已装 CANN 配套的版本）",
         default=os.environ.get("NANOCHAT_TORCH_NPU", ""),
         metavar="VERSION",
-        help=(
-            "version of torch_npu to install (default: NANOCHAT_TORCH_NPU, otherwise the version "
-            "that the table pairs with the installed CANN)"
-        ),
     )
-    parser.add_argument(
+    flags.add(
         "--root",
+        "folder to put in front of every absolute path, for tests (default: none)",
+        "加在每个绝对路径前面的目录，供测试用（默认：无）",
         default="",
-        help="folder to put in front of every absolute path, for tests (default: none)",
     )
     # The shell that sources the script reads this file.
-    parser.add_argument("--env-file", default="", help=argparse.SUPPRESS)
-    return parser
+    flags.parser.add_argument("--env-file", default="", help=argparse.SUPPRESS)
+    return flags.parser
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """The compiler's cache, and freed memory of the host's C library."""
 
 import ctypes
+import mmap
 import os
 import platform
 import resource
@@ -54,6 +55,24 @@ def test_it_gives_freed_memory_back() -> None:
     before = resident()
     host.give_freed_memory_back()
     assert before - resident() > 2**25
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_unmapped_code_comes_back_and_pages_of_its_own_stay(tmp_path: Path) -> None:
+    def resident_of_files() -> int:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[2]) * resource.getpagesize()
+
+    library = tmp_path / "relocated.so"
+    library.write_bytes(bytes(resource.getpagesize()))
+    with library.open("rb") as file:
+        page = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    page[0] = 1
+    address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(page)))
+    assert ctypes.CDLL(None).mprotect(address, len(page), mmap.PROT_READ) == 0
+    before = resident_of_files()
+    host.unmap_unused_code()
+    assert resident_of_files() < before / 2
+    assert page[0] == 1 and torch.ones(3).softmax(0).sum() == 1
 
 
 # --- the compiler's cache ------------------------------------------------------------------------

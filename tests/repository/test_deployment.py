@@ -85,6 +85,36 @@ def test_help_is_shown_before_the_host_is_looked_at(clone: Clone, script: str) -
     assert [line for line in lines if line.startswith("python")] == []
 
 
+SOURCED = {"common.sh", "sizes.sh", "words.sh"}
+HELPFUL = ["speedrun.sh", "speedrun_npu.sh", "setup_ascend.sh", "setup_env.sh", "test.sh", "check_npu.py"]
+HELPFUL += sorted(f"runs/{path.name}" for path in (ROOT / "runs").glob("*.sh") if path.name not in SOURCED)
+CHINESE = re.compile("[\u4e00-\u9fff]")
+
+
+def help_of(script: str, **environment: str) -> str:
+    base = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "PYTHONUTF8": "1"}
+    command = [sys.executable if script.endswith(".py") else "bash", script, "--help"]
+    done = subprocess.run(command, env=base | environment, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", HELPFUL)
+def test_help_is_in_the_language_that_is_chosen_and_shows_the_same_commands(script: str) -> None:
+    english = help_of(script)
+    chinese = help_of(script, LANG="zh_CN.UTF-8")
+    assert not CHINESE.search(english) and english == help_of(script, LANG="zh_CN.UTF-8", NANOCHAT_LANG="en")
+    assert chinese == help_of(script, NANOCHAT_LANG="zh", LC_ALL="C")
+    commands = [
+        [re.split(" {2,}| +#", line.strip())[0] for line in text.splitlines() if re.match(" {2,4}[^ ]", line)]
+        for text in (english, chinese)
+    ]
+    assert commands[0] == commands[1] != []
+    assert [
+        line for line in chinese.splitlines() if line.strip() and not re.match(" |.*" + CHINESE.pattern, line)
+    ] == []
+
+
 def test_the_quick_test_takes_flags_and_a_mirror_with_few_shards(clone: Clone) -> None:
     code, lines, errors = clone.run("quick_fineweb_test.sh", "--shards", "1", "--num_iterations=20")
     assert code == 0, errors

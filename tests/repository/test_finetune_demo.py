@@ -33,7 +33,7 @@ def demo(folder: Path, *flags: str) -> str:
         (clone / "runs").mkdir(parents=True)
         for name in ("nanochat", "scripts", "tasks"):
             (clone / name).symlink_to(ROOT / name)
-        for name in ("common.sh", "sizes.sh", SCRIPT.name, DATA.name):
+        for name in ("common.sh", "sizes.sh", "words.sh", SCRIPT.name, DATA.name):
             shutil.copy(ROOT / "runs" / name, clone / "runs" / name)
         (clone / "bin").mkdir()
         (clone / "bin" / "python").write_text(PYTHON)

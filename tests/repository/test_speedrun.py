@@ -79,7 +79,7 @@ def make_clone(folder: Path, **settings: Any) -> Clone:
     for name in ("nanochat", "scripts", "tasks"):
         shutil.copytree(ROOT / name, root / name)
     (root / "runs").mkdir()
-    for name in ("speedrun.sh", "runs/sizes.sh"):
+    for name in ("speedrun.sh", "runs/sizes.sh", "runs/words.sh"):
         shutil.copy(ROOT / name, root / name)
     (root / "setup_env.sh").write_text(SETUP)
     return Clone(root, folder / "base", **settings)

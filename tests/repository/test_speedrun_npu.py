@@ -63,7 +63,7 @@ class Clone:
         self.stubs.mkdir()
         self.calls.touch()
         (self.root / "runs").mkdir()
-        for name in ("speedrun.sh", "speedrun_npu.sh", "setup_ascend.sh", "runs/sizes.sh"):
+        for name in ("speedrun.sh", "speedrun_npu.sh", "setup_ascend.sh", "runs/sizes.sh", "runs/words.sh"):
             shutil.copy(ROOT / name, self.root / name)
         shutil.copytree(ROOT / "tools_npu", self.root / "tools_npu", ignore=shutil.ignore_patterns("__pycache__"))
         (self.root / "setup_env.sh").write_text("setup_env() { :; }\n")

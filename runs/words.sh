@@ -1,0 +1,16 @@
+# shellcheck shell=bash
+# Functions that print help and messages in the user's language, for speedrun.sh and the scripts of this folder.
+
+in_chinese() { # whether NANOCHAT_LANG or else the locale chooses Chinese, as nanochat.common.language does
+    case ${NANOCHAT_LANG:-${LC_ALL:-${LC_MESSAGES:-${LANG:-}}}} in
+    [zZ][hH]*) return 0 ;;
+    *) return 1 ;;
+    esac
+}
+
+show_help() { # FILE: print the comment at the top of a script, or the Chinese one below it, and end
+    local paragraph=1
+    if in_chinese; then paragraph=2; fi
+    awk -v paragraph="$paragraph" 'BEGIN { RS = "" } NR == paragraph' "$1" | sed -n '/^#!/d; s/^# \{0,1\}//p'
+    exit 0
+}
