@@ -18,7 +18,7 @@ HIDDEN = -1e30  # the logit of a row that stands for no token, since some chips 
 
 # Takes a chunk of activations (n, C), the head (V', C) in their format, targets (n,), and the fp32
 # weight of each token's loss (n,), which is 0 for ignored tokens. Returns the weighted losses (n,),
-# and the gradient of their sum with respect to the logits (n, V').
+# and the gradient of their sum with respect to the logits (n, V'), which the next call may overwrite.
 ChunkLoss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -249,15 +249,16 @@ class _TokenLosses(torch.autograd.Function):
         capped: bool,
         chunk_loss: ChunkLoss | None,
     ) -> Tensor:
-        ctx.chunk = chunk
-        ctx.chunk_loss = chunk_loss or _chunk_loss(vocab, capped)
+        chunk_loss = chunk_loss or _chunk_loss(vocab, capped)
         ctx.frozen = not ctx.needs_input_grad[1]
         if not ctx.frozen:
+            ctx.chunk = chunk
+            ctx.chunk_loss = chunk_loss
             ctx.save_for_backward(x, head, targets)
             return _token_losses(x, head, targets, vocab, chunk, capped)
         scale = token_weights(targets, None)
         losses, x_grad, _ = loss_and_gradients(
-            x, head, targets, scale, chunk, ctx.chunk_loss, frozen=True, by_token=True
+            x, head, targets, scale, chunk, chunk_loss, frozen=True, by_token=True
         )
         ctx.save_for_backward(x_grad)
         return losses

@@ -446,7 +446,21 @@ def chunk_loss(
     cap: float,  # of the softcap; 0 if the logits are not capped
     multiply: Callable[[Tensor], Tensor] | None = None,  # with the head; None: torch's own
 ) -> ChunkLoss:
-    """Return a ChunkLoss that computes losses and their gradient with one call of the kernel."""
+    """Return a ChunkLoss that computes losses and their gradient with one call of the kernel.
+
+    All chunks write their logits, and then the gradient, to the same memory: malloc would map so
+    large a tensor anew for each chunk.
+    """
+    buffer: Tensor | None = None
+
+    def logits_of(x: Tensor, head: Tensor) -> Tensor:  # (n, C), (V', C) -> (n, V')
+        nonlocal buffer
+        if multiply is not None:
+            return multiply(x)
+        if buffer is None or len(buffer) < len(x):
+            buffer = x.new_empty(len(x), len(head))
+        logits = buffer[: len(x)]
+        return torch.mm(x, head.mT, out=logits)
 
     def losses_and_gradient(
         x: Tensor,  # (n, C)
@@ -454,7 +468,7 @@ def chunk_loss(
         targets: Tensor,  # (n,)
         weights: Tensor,  # (n,) fp32
     ) -> tuple[Tensor, Tensor]:
-        logits = F.linear(x, head) if multiply is None else multiply(x)
+        logits = logits_of(x, head)
         losses = fused(logits, targets, weights, vocab, cap)
         return losses, logits
 
