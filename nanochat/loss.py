@@ -42,7 +42,10 @@ class Criterion(Protocol):
         targets: Tensor,  # (n,)
         scale: Tensor,  # (n,) fp32 weight of each token, 0 = ignored
     ) -> tuple[Tensor, Tensor]:
-        """Return weighted losses (n,), and the gradient (n, V') of their sum for `raw` logits."""
+        """Return weighted losses (n,), and the gradient (n, V') of their sum for `raw` logits.
+
+        The next call may overwrite the gradient.
+        """
         ...
 
 
@@ -215,10 +218,10 @@ class _TokenLosses(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, head: Tensor, targets: Tensor, criterion: Criterion, chunk: int
     ) -> Tensor:
-        ctx.chunk = chunk
-        ctx.criterion = criterion
         ctx.frozen = not ctx.needs_input_grad[1]
         if not ctx.frozen:
+            ctx.chunk = chunk
+            ctx.criterion = criterion
             ctx.save_for_backward(x, head, targets)
             return _without_gradients(x, head, targets, criterion, chunk)
         scale = token_weights(targets, None)

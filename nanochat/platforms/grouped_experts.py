@@ -6,6 +6,7 @@ nothing, each matrix is read once, and the host waits for the device once in a l
 Shapes: N tokens, K experts of each token, M = N * K rows, E experts, C channels.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,23 +28,26 @@ def _product(
     x: Tensor,  # (M, inputs)
     weights: Tensor,  # (E, outputs, inputs)
     counts: Tensor,  # (E,) on the host
+    low: Tensor | None = None,  # (M, rank)
+    factors: Tensor | None = None,  # (E, outputs, rank)
 ) -> Tensor:  # (M, outputs)
-    """Multiply the rows of each expert by its matrix."""
+    """Multiply the rows of each expert by its matrix, and add the product of `low` and `factors`."""
     y = x.new_empty(x.size(0), weights.size(1))
-    rows = counts.tolist()
-    for expert_x, weight, expert_y in zip(
-        x.split(rows),
-        weights.unbind(),
-        y.split(rows),
-        strict=True,
-    ):
-        if len(expert_x):
-            torch.mm(expert_x, weight.mT, out=expert_y)
+    for expert, rows in _experts_with_rows(counts):
+        torch.mm(x[rows], weights[expert].mT, out=y[rows])
+        if low is not None and factors is not None:  # at once, while these outputs are in the cache
+            y[rows].addmm_(low[rows], factors[expert].mT)
     return y
 
 
 @_product.register_fake
-def _(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+def _(
+    x: Tensor,
+    weights: Tensor,
+    counts: Tensor,
+    low: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> Tensor:
     return x.new_empty(x.size(0), weights.size(1))
 
 
@@ -54,18 +58,9 @@ def _gradient(
     counts: Tensor,  # (E,) on the host
 ) -> Tensor:  # (E, outputs, inputs)
     """Return the gradients of the experts' matrices; those of experts without rows are zero."""
-    gradient = x.new_empty(counts.size(0), y_grad.size(1), x.size(1))
-    rows = counts.tolist()
-    for expert_grad, expert_x, weight_grad in zip(
-        y_grad.split(rows),
-        x.split(rows),
-        gradient.unbind(),
-        strict=True,
-    ):
-        if len(expert_x):
-            torch.mm(expert_grad.mT, expert_x, out=weight_grad)
-        else:
-            weight_grad.zero_()
+    gradient = x.new_zeros(counts.size(0), y_grad.size(1), x.size(1))
+    for expert, rows in _experts_with_rows(counts):
+        torch.mm(y_grad[rows].mT, x[rows], out=gradient[expert])
     return gradient
 
 
@@ -74,8 +69,21 @@ def _(y_grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     return x.new_empty(counts.size(0), y_grad.size(1), x.size(1))
 
 
-class _GroupedProduct(torch.autograd.Function):
-    """Multiplies the rows of each expert by the expert's matrix."""
+def _experts_with_rows(counts: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield the number and the rows of each expert that has rows."""
+    start = 0
+    for expert, count in enumerate(counts.tolist()):
+        end = start + count
+        if count:
+            yield expert, slice(start, end)
+        start = end
+
+
+class _AdaptedProduct(torch.autograd.Function):
+    """Multiplies the rows of each expert by the expert's matrix, and adds what its adapter adds.
+
+    The adapter's products are added in place: separate tensors would take a pass over memory each.
+    """
 
     @staticmethod
     def forward(
@@ -83,26 +91,43 @@ class _GroupedProduct(torch.autograd.Function):
         x: Tensor,  # (M, inputs), sorted by expert
         weights: Tensor,  # (E, outputs, inputs)
         counts: Tensor,  # (E,) on the host: the rows of each expert
+        first: Tensor | None,  # (E, rank, inputs)
+        second: Tensor | None,  # (E, outputs, rank)
     ) -> Tensor:  # (M, outputs)
-        needs_x_grad, needs_weights_grad, _ = ctx.needs_input_grad
+        needs_x_grad, needs_weights_grad, *_ = ctx.needs_input_grad
+        low = None  # (M, rank)
+        if first is not None:
+            low = _product(x, first, counts)
+        reads_x = needs_weights_grad or first is not None
         ctx.save_for_backward(
-            x if needs_weights_grad else None,
+            x if reads_x else None,
             weights if needs_x_grad else None,
             counts,
+            first,
+            second,
+            low,
         )
-        return _product(x, weights, counts)
+        return _product(x, weights, counts, low, second)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, counts = ctx.saved_tensors
+        x, weights, counts, first, second, low = ctx.saved_tensors
         y_grad = grads[0].contiguous()
         x_grad = None
         weights_grad = None
+        low_grad = None
+        first_grad = None
+        second_grad = None
+        if low is not None:
+            low_grad = _product(y_grad, second.mT, counts)
+            first_grad = _gradient(low_grad, x, counts)
+            second_grad = _gradient(y_grad, low, counts)
+            first = first.mT
         if weights is not None:
-            x_grad = _product(y_grad, weights.mT, counts)
-        if x is not None:
+            x_grad = _product(y_grad, weights.mT, counts, low_grad, first)
+        if ctx.needs_input_grad[1]:
             weights_grad = _gradient(y_grad, x, counts)
-        return x_grad, weights_grad, None
+        return x_grad, weights_grad, None, first_grad, second_grad
 
 
 # --- tokens to rows and back ----------------------------------------------------------------------
@@ -222,13 +247,8 @@ class GroupedExperts(Experts):
     ) -> Tensor:  # (M, outputs)
         """Return the products of rows with their experts' matrices and adapters."""
         weights = self.stack(stack).to(x.dtype)
-        y = _grouped_product(x, weights, counts)
-        if stack not in self.adapters:
-            return y
-        first, second = self.adapters[stack](x.dtype)
-        low = _grouped_product(x, first, counts)  # (M, rank)
-        return y + _grouped_product(low, second, counts)
-
-
-def _grouped_product(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    return cast(Tensor, _GroupedProduct.apply(x, weights, counts))
+        first = None
+        second = None
+        if stack in self.adapters:
+            first, second = self.adapters[stack](x.dtype)
+        return cast(Tensor, _AdaptedProduct.apply(x, weights, counts, first, second))

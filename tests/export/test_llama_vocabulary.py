@@ -18,9 +18,9 @@ from tests.support.tiny_model import TEXT
 PREFIXES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
 
 
-def folder_with(path: Path, changes: dict[str, Any] | None = None) -> FolderTokenizer:
-    """A published tokenizer with Qwen's pattern; `changes` are made in its tokenizer.json."""
-    write_folder(path, "qwen3")
+def folder_with(path: Path, changes: dict[str, Any] | None = None, family: str = "qwen3") -> FolderTokenizer:
+    """A published model with Qwen's pattern; `changes` are made in its tokenizer.json."""
+    write_folder(path, family)
     content = json.loads((path / "tokenizer.json").read_text())
     content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = QWEN2
     content["normalizer"] = {"type": "NFC"}

@@ -16,6 +16,7 @@ from tests.export.gguf_reader import Reader
 from tests.export.test_llama_vocabulary import folder_with
 from tests.support.flags import configured
 from tests.support.qwens import oracle
+from tests.support.served import serving
 from tests.support.theirs import their_model, their_tokenizer
 from tests.support.tiny_model import on_cpu
 
@@ -23,14 +24,14 @@ from tests.support.tiny_model import on_cpu
 @pytest.fixture
 def tune(tmp_path: Path) -> Any:
     """Fine-tunes a published model for a few steps."""
-    (tmp_path / "model").mkdir()
-    folder_with(tmp_path / "model")
     with open(tmp_path / "chats.jsonl", "w", encoding="utf-8") as lines:
         for i in range(60):
             messages = [{"role": "user", "content": f"cat {i}"}, {"role": "assistant", "content": "mat"}]
             print(json.dumps({"messages": messages}), file=lines)
 
-    def run(rank: int) -> None:
+    def run(rank: int, family: str = "qwen3") -> None:
+        (tmp_path / "model").mkdir()
+        folder_with(tmp_path / "model", family=family)
         finetune.train(configured(
             finetune.Config, model=tmp_path / "model", data=(str(tmp_path / "chats.jsonl"),), lora_rank=rank, max_length=48,
             num_iterations=3, target_examples_per_step=4, device_batch_size=2, learning_rate=1e-2, compile=False,
@@ -55,6 +56,24 @@ def test_transformers_computes_the_tuned_model(rank: int, tune: Any, tmp_path: P
     made = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert made == loaded.tokenizer.render_prompt(chat("the cat?"))
     assert theirs.generation_config.eos_token_id == [302, 300]
+
+
+def test_transformers_replies_as_a_tuned_mixture_with_deltanets_is_served(tune: Any, tmp_path: Path) -> None:
+    """Qwen3.5-MoE from an adapter of attention, shared expert and experts to a reply over HTTP."""
+    tune(4, "qwen3.5-moe")
+    main(Config(tmp_path / "out", source="tune"))
+    loaded = load_model("tune", None, None, on_cpu())
+    assert any(".experts." in name and "lora_B" in name for name, _ in loaded.model.named_parameters())
+    theirs = their_model(tmp_path / "out", dtype=torch.float32)
+    with serving(loaded=(loaded.model, loaded.tokenizer)) as served:
+        prompt = served.tokenizer.render_prompt(chat("the cat"))
+        messages = [{"role": "user", "content": "the cat"}]
+        answer = served.ok("/v1/chat/completions", messages=messages, temperature=0, max_tokens=12)
+    made = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
+    ends = [i for i, token in enumerate(made) if token in theirs.generation_config.eos_token_id]
+    reply = made[: ends[0]] if ends else made
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    assert answer["choices"][0]["message"]["content"] == served.tokenizer.decode(reply) != ""
 
 
 @pytest.mark.parametrize(

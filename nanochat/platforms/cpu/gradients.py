@@ -441,7 +441,11 @@ class Offset(torch.autograd.Function):
 
 
 class Fused:
-    """A criterion that computes losses and their gradient with one call of a kernel."""
+    """A criterion that computes losses and their gradient with one call of a kernel.
+
+    All chunks write their logits, and then the gradient, to the same memory: malloc would map so
+    large a tensor anew for each chunk.
+    """
 
     def __init__(self, criterion: Criterion, kernel: FusedLoss):
         self.kernel = kernel
@@ -449,6 +453,7 @@ class Fused:
         self.vocab: int | None = None  # rows of the head that stand for tokens; None: all of them
         self.cap = 0.0  # of the softcap; 0 if the logits are not capped
         self.multiply: Callable[[Tensor], Tensor] | None = None  # with the head; None: torch's own
+        self._buffer: Tensor | None = None  # memory of the logits (n, V')
         if isinstance(criterion, Softcapped):
             self.vocab = criterion.vocab
             self.cap = SOFTCAP
@@ -461,7 +466,12 @@ class Fused:
         scale: Tensor,  # (n,) fp32
     ) -> tuple[Tensor, Tensor]:
         """Implement Criterion.losses: the kernel overwrites the logits by their gradient."""
-        logits = F.linear(x, head) if self.multiply is None else self.multiply(x)
+        logits = self._products(x, head) if self.multiply is None else self.multiply(x)
         vocab = head.size(0) if self.vocab is None else self.vocab
         losses = self.kernel(logits, targets, scale, vocab, self.cap)
         return losses, logits
+
+    def _products(self, x: Tensor, head: Tensor) -> Tensor:  # (n, C), (V', C) -> (n, V')
+        if self._buffer is None or len(self._buffer) < len(x):
+            self._buffer = x.new_empty(len(x), len(head))
+        return torch.mm(x, head.mT, out=self._buffer[: len(x)])

@@ -190,6 +190,25 @@ def test_attention_within_documents(length: int, window: int, threads: int) -> N
     compare(lambda _: attended, [q, k, v], nn.Module())
 
 
+def test_compiled_code_attends_by_the_same_kernels() -> None:
+    operations = CpuOperations()
+    operations.prepare_compiling()
+    positions = torch.arange(70)[None].expand(2, -1) % 30
+
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        return operations.by_documents(q, k, v, positions, 70)
+
+    compiled = torch.compile(attended, backend="aot_eager", fullgraph=True, dynamic=False)
+    outcomes = []
+    for work in (attended, compiled):
+        inputs = [draw(2, 70, 2, 32, dtype=torch.float32, seed=seed).requires_grad_() for seed in (1, 2, 3)]
+        y = work(*inputs)
+        assert y is not None
+        outcomes.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
+    for eager, traced in zip(*outcomes, strict=True):
+        assert torch.equal(eager, traced)
+
+
 @pytest.mark.skipif("amx_bf16" not in host.cpu_flags(), reason="the processor has no AMX")
 def test_attention_by_amx_is_attention_by_avx512(
     made: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
