@@ -137,7 +137,7 @@ exec 9>>"$base/.speedrun.lock"
 code=0
 flock -n 9 2>/dev/null || code=$?
 if [ $code -eq 1 ]; then
-    echo "Another speedrun, or the last stage of a stopped one, is still running in $base; waiting for it to end ..."
+    tell "Another speedrun, or the last stage of a stopped one, is still running in $base; waiting for it to end ..." "$base 里还有另一个 speedrun，或一个已停止的 speedrun 的最后阶段在运行；等它结束……"
     flock 9
 elif [ $code -ne 0 ]; then # no program flock, or a file system without locks (Lustre, some NFS)
     echo "warning: $base cannot be locked (flock ended with code $code), so do not start a second speedrun there while this one runs" >&2
@@ -182,10 +182,10 @@ if [ "$device" = cpu ]; then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 4 ? 4 : cores))} # so small a model gains nothing from more threads
     export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000} # they wait awake for less than a millisecond, since steps have hundreds of short waits
 fi
-echo "speedrun: preset $preset, corpus $data, on $device in $dtype ($devices device(s)); files in $base"
+tell "speedrun: preset $preset, corpus $data, on $device in $dtype ($devices device(s)); files in $base" "speedrun：预设 $preset，语料 $data，在 $device 上以 $dtype 运行（$devices 个设备）；文件放在 $base"
 if [ "$family" = gpt ] && [ "$matmul" = int8 ]; then # a Qwen3 trains without
     train_flags+=(--matmul=int8)
-    echo "speedrun: this CPU multiplies int8 faster than bf16, so the stages train with --matmul=int8"
+    tell "speedrun: this CPU multiplies int8 faster than bf16, so the stages train with --matmul=int8" "speedrun：这个 CPU 计算 int8 比 bf16 快，因此各阶段用 --matmul=int8 训练"
 fi
 
 interrupted=
@@ -201,13 +201,13 @@ run_stage() { # NAME COMMAND...: run a stage; each stage skips or resumes its ow
     echo "== $name"
     NANOCHAT_REASON_FILE=$reason_file python -m nanochat.runtime.cost "$name" -- "$@" || code=$?
     if [ -n "$interrupted" ]; then
-        echo "speedrun: stopped in the stage $name; type the same command again to resume" >&2
+        tell "speedrun: stopped in the stage $name; type the same command again to resume" "speedrun：在阶段 $name 中停止；再次输入同一条命令即可继续" >&2
         exit 130
     fi
     if [ $code -ne 0 ]; then
-        echo "speedrun: the stage $name ended with code $code; when the cause is gone, type the same command again to resume" >&2
+        tell "speedrun: the stage $name ended with code $code; when the cause is gone, type the same command again to resume" "speedrun：阶段 $name 以退出码 $code 结束；排除原因后，再次输入同一条命令即可继续" >&2
         reason=$(cat "$reason_file")
-        echo "${reason:-error: the lines above say why}" >&2 # last, where it is seen
+        tell "${reason:-error: the lines above say why}" "${reason:-错误：原因见上文}" >&2 # last, where it is seen
         exit $code
     fi
 }
@@ -280,7 +280,7 @@ ascend_d12() { # set the flags that the guides for Ascend publish, for 1, 2, 4, 
     local cards=16 rows
     while [ $cards -gt "$devices" ]; do cards=$((cards / 2)); done
     if [ $cards -lt "$devices" ]; then
-        echo "speedrun: using $cards of $devices devices, because 262,144 tokens per step must divide evenly among them"
+        tell "speedrun: using $cards of $devices devices, because 262,144 tokens per step must divide evenly among them" "speedrun：使用 $devices 个设备中的 $cards 个，因为每步 262,144 个词元必须平均分给它们"
         devices=$cards
     fi
     base_flags=(--depth=12 --total_batch_size=262144)
@@ -354,7 +354,7 @@ gpt2)
     sft_flags=("$(fit target_examples_per_step 32)")
     rl_flags=("$(fit examples_per_step 16)")
     # With CORE's tasks here, base_train measures CORE as it trains.
-    python -m scripts.base_eval --download_only || echo "speedrun: without CORE's tasks the run has every other figure"
+    python -m scripts.base_eval --download_only || tell "speedrun: without CORE's tasks the run has every other figure" "speedrun：没有 CORE 的题目，其他指标照常测量"
     fineweb 130 24
     ;;
 esac

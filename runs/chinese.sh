@@ -32,7 +32,7 @@ while [ $# -gt 0 ]; do
     --plan) plan=yes && shift ;;
     -h | --help) show_help runs/chinese.sh ;;
     *)
-        echo "error: runs/chinese.sh takes --preset full|cpu|tiny, --data, --depth, --shards, --from, --mix and --plan, got $1" >&2
+        tell "error: runs/chinese.sh takes --preset full|cpu|tiny, --data, --depth, --shards, --from, --mix and --plan, got $1" "错误：runs/chinese.sh 的选项有 --preset full|cpu|tiny、--data、--depth、--shards、--from、--mix 和 --plan，得到的是 $1" >&2
         exit 2
         ;;
     esac
@@ -45,7 +45,7 @@ if [ -n "$mix" ]; then
     *) [ "$typed_in" -ef . ] || mix=$typed_in/$mix ;;
     esac
     if ! [ -f "$mix" ] || ! [ -r "$mix" ]; then
-        echo "error: --mix must be a JSONL file of conversations that can be read, got $mix; check the path" >&2
+        tell "error: --mix must be a JSONL file of conversations that can be read, got $mix; check the path" "错误：--mix 必须是能读取的 JSONL 对话文件，得到的是 $mix；请检查路径" >&2
         exit 2
     fi
     chats=(--mix "$mix")
@@ -65,7 +65,7 @@ tiny)
     few=(--num_iterations=10 --no_compile)
     ;;
 *)
-    echo "error: --preset must be full, cpu or tiny, got $preset" >&2
+    tell "error: --preset must be full, cpu or tiny, got $preset" "错误：--preset 必须是 full、cpu 或 tiny，得到的是 $preset" >&2
     exit 2
     ;;
 esac
@@ -79,7 +79,7 @@ else
     sft=("$(fit target_examples_per_step 32)" "${few[@]}")
 fi
 echo
-echo "== what the run needs: $data, files in $base"
+tell "== what the run needs: $data, files in $base" "== 这次训练需要的资源：$data，文件放在 $base"
 python -m scripts.preflight --data "$data" --shards "$shards" "${size[@]}" --vocab_size "$vocabulary" \
     --tokens "$tokens" --devices "$devices" --model_tag "$tag" "${conversations[@]}"
 if [ -n "$plan" ]; then exit 0; fi

@@ -27,7 +27,7 @@ prepare() { # make the environment of this host; sets `base`, `device`, `matmul`
     read -r device _ devices _ matmul _ < <(python -m nanochat.device)
     if [ -n "${NPROC_PER_NODE:-}" ]; then
         if ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || { [ "$device" != cpu ] && [ "$NPROC_PER_NODE" -gt "$devices" ]; }; then
-            echo "error: NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE; set another number, or unset it to use all of them" >&2
+            tell "error: NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE; set another number, or unset it to use all of them" "错误：NPROC_PER_NODE 必须是 1 到 $devices（看得到的 $device 设备数），得到的是 $NPROC_PER_NODE；请换一个数，或取消这个变量以使用全部设备" >&2
             exit 2
         fi
         devices=$NPROC_PER_NODE
@@ -39,7 +39,7 @@ choose_matmul() { # set `matmul_flags`, for training stages: int8 on CPUs that m
     matmul_flags=()
     if [ "$matmul" = int8 ]; then
         matmul_flags=(--matmul=int8)
-        echo "this CPU multiplies int8 faster than bf16, so the stages train with --matmul=int8"
+        tell "this CPU multiplies int8 faster than bf16, so the stages train with --matmul=int8" "这个 CPU 计算 int8 比 bf16 快，因此各阶段用 --matmul=int8 训练"
     fi
 }
 
@@ -74,10 +74,10 @@ stage() { # NAME COMMAND...: run a stage, count its costs, and stop the script i
     python -m nanochat.runtime.cost "$name" -- "$@" || code=$?
     trap - INT
     if [ -n "$interrupted" ]; then
-        echo "stopped in the stage $name; type the same command again to resume" >&2
+        tell "stopped in the stage $name; type the same command again to resume" "在阶段 $name 中停止；再次输入同一条命令即可继续" >&2
         exit 130
     elif [ $code -ne 0 ]; then
-        echo "the stage $name ended with code $code; when the cause is gone, type the same command again to resume" >&2
+        tell "the stage $name ended with code $code; when the cause is gone, type the same command again to resume" "阶段 $name 以退出码 $code 结束；排除原因后，再次输入同一条命令即可继续" >&2
         exit $code
     fi
 }
@@ -103,7 +103,7 @@ fetch() { # DATA SHARDS HOST: fetch every published corpus of a mixture, and mak
 
 flag() { # NAME VALUE, as "$1" "${2-}": set the variable of a flag; 2 words are used up
     if [ $# -lt 2 ] || [ -z "$2" ]; then
-        echo "error: --$1 needs a value; --help lists the flags" >&2
+        tell "error: --$1 needs a value; --help lists the flags" "错误：--$1 需要一个值；--help 列出全部选项" >&2
         exit 2
     fi
     printf -v "$1" %s "$2"

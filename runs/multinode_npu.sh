@@ -32,16 +32,16 @@ first=${MASTER_ADDR:-${VC_WORKER_HOSTS:-}}
 first=${first%%,*}
 port=${MASTER_PORT:-29500}
 if ! [[ $hosts =~ ^[1-9][0-9]*$ ]]; then
-    echo "error: NNODES must be the number of hosts, got $hosts; set it to the same number on every host" >&2
+    tell "error: NNODES must be the number of hosts, got $hosts; set it to the same number on every host" "错误：NNODES 必须是主机数，得到的是 $hosts；请在每台主机上设成同一个数" >&2
     exit 2
 fi
 if [ "$hosts" -gt 1 ]; then
     if ! [[ $number =~ ^[0-9]+$ ]] || [ "$number" -ge "$hosts" ]; then
-        echo "error: NODE_RANK must be this host's number, from 0 to $((hosts - 1)), got '$number'; set a different number on every host" >&2
+        tell "error: NODE_RANK must be this host's number, from 0 to $((hosts - 1)), got '$number'; set a different number on every host" "错误：NODE_RANK 必须是本机的编号，从 0 到 $((hosts - 1))，得到的是 '$number'；请在每台主机上设成不同的数" >&2
         exit 2
     fi
     if [ -z "$first" ]; then
-        echo "error: MASTER_ADDR must be the address of the host with NODE_RANK=0, and is not set; set it to the same address on every host" >&2
+        tell "error: MASTER_ADDR must be the address of the host with NODE_RANK=0, and is not set; set it to the same address on every host" "错误：MASTER_ADDR 必须是 NODE_RANK=0 的主机的地址，现在没有设置；请在每台主机上设成同一个地址" >&2
         exit 2
     fi
 fi
@@ -50,6 +50,6 @@ if [ "$hosts" -eq 1 ]; then
     launch "${words[@]}"
     exit
 fi
-echo "multinode: host $number of $hosts, $devices $device device(s) each, meeting at $first:$port"
+tell "multinode: host $number of $hosts, $devices $device device(s) each, meeting at $first:$port" "multinode：$hosts 台主机中的第 $number 台，每台 $devices 个 $device 设备，在 $first:$port 集合"
 exec python -m nanochat.runtime.launch --nnodes="$hosts" --node_rank="$number" --nproc_per_node="$devices" \
     --master_addr="$first" --master_port="$port" -m "${words[0]}" -- "${words[@]:1}"

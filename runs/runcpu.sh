@@ -27,13 +27,13 @@ while [ $# -gt 0 ]; do
     --plan) plan=yes && shift ;;
     -h | --help) show_help runs/runcpu.sh ;;
     *)
-        echo "error: runs/runcpu.sh takes --preset full|tiny, --data, --steps, --shards, --from and --plan, got $1" >&2
+        tell "error: runs/runcpu.sh takes --preset full|tiny, --data, --steps, --shards, --from and --plan, got $1" "错误：runs/runcpu.sh 的选项有 --preset full|tiny、--data、--steps、--shards、--from 和 --plan，得到的是 $1" >&2
         exit 2
         ;;
     esac
 done
 if ! [[ $steps =~ ^[1-9][0-9]*$ ]]; then
-    echo "error: --steps must be a number above 0, got $steps" >&2
+    tell "error: --steps must be a number above 0, got $steps" "错误：--steps 必须大于 0，得到的是 $steps" >&2
     exit 2
 fi
 tag=cpu vocabulary=8192 batch=8192 few=()
@@ -48,7 +48,7 @@ tiny)
     sft=(--target_examples_per_step=8 --num_iterations=10)
     ;;
 *)
-    echo "error: --preset must be full or tiny, got $preset" >&2
+    tell "error: --preset must be full or tiny, got $preset" "错误：--preset 必须是 full 或 tiny，得到的是 $preset" >&2
     exit 2
     ;;
 esac
@@ -60,7 +60,7 @@ devices=1 # so small a model gains nothing from more processes
 cores=$(python -c 'from nanochat.data.limits import cores; print(cores())')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 4 ? 4 : cores))}
 echo
-echo "== what the run needs: $data, files in $base"
+tell "== what the run needs: $data, files in $base" "== 这次训练需要的资源：$data，文件放在 $base"
 python -m scripts.preflight --data "$data" --shards "$shards" "${size[@]}" --vocab_size "$vocabulary" \
     --tokens $((steps * batch)) --conversations tinyworld
 if [ -n "$plan" ]; then exit 0; fi

@@ -10,7 +10,8 @@ fit() { # FLAG NUMBER [UNIT]: print --FLAG=NUMBER, or the nearest number of whic
         if [ $share -ge 16 ]; then share=$(((share + 4) / 8 * 8)); fi # a prime number would make passes of one row
         if [ $share -eq 0 ]; then share=1; fi
         number=$((share * unit))
-        echo "sizes: --$1=$number instead of $2, so that $devices devices share a step equally" >&2
+        tell "sizes: --$1=$number instead of $2, so that $devices devices share a step equally" \
+            "sizes：--$1=$number 代替 $2，使 $devices 个设备平均分担一步" >&2
     fi
     echo "--$1=$number"
 }

@@ -98,7 +98,7 @@ while true; do
         sleep 0.2
     done
     if [ -n "$stopped" ]; then
-        echo "supervise: stopped by $stopped; type the same command again to resume" >&2
+        tell "supervise: stopped by $stopped; type the same command again to resume" "supervise：被 $stopped 停止；再次输入同一条命令即可继续" >&2
         exit "$code"
     fi
     if [ "$code" -eq 0 ]; then exit 0; fi
@@ -117,12 +117,12 @@ while true; do
         without_resume "${start[@]}"
     fi
     if [ "$fruitless" -ge "${SUPERVISE_TRIES:-3}" ]; then
-        echo "supervise: $fruitless starts in a row ended with code $code and saved nothing new; fix the cause, then type the same command again" >&2
-        echo "${reason:-error: the lines above say why}" >&2
+        tell "supervise: $fruitless starts in a row ended with code $code and saved nothing new; fix the cause, then type the same command again" "supervise：连续 $fruitless 次启动都以退出码 $code 结束，没有存下新的检查点；排除原因后，请再次输入同一条命令" >&2
+        tell "${reason:-error: the lines above say why}" "${reason:-错误：原因见上文}" >&2
         exit "$code"
     fi
     if [ -n "$reason" ]; then echo "$reason" >&2; fi
-    echo "supervise: start $number ended with code $code; restarting in ${SUPERVISE_PAUSE:-5} s" >&2
+    tell "supervise: start $number ended with code $code; restarting in ${SUPERVISE_PAUSE:-5} s" "supervise：第 $number 次启动以退出码 $code 结束；${SUPERVISE_PAUSE:-5} 秒后重新启动" >&2
     number=$((number + 1))
     sleep "${SUPERVISE_PAUSE:-5}" || true
     if [ -n "$stopped" ]; then exit 130; fi

@@ -8,6 +8,10 @@ in_chinese() { # whether NANOCHAT_LANG or else the locale chooses Chinese, as na
     esac
 }
 
+tell() { # ENGLISH CHINESE: print a line in the user's language
+    if in_chinese; then echo "$2"; else echo "$1"; fi
+}
+
 show_help() { # FILE: print the comment at the top of a script, or the Chinese one below it, and end
     local paragraph=1
     if in_chinese; then paragraph=2; fi

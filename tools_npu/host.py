@@ -20,6 +20,8 @@ MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
 # Subfolders of Ascend/ that hold set_env.sh, the newest layout first.
 LAYOUTS = ("cann", "ascend-toolkit", "nnae", "latest")
 SMI_SECONDS = 30
+NO_SMI = "npu-smi: not found"
+SMI_TIMEOUT = f"npu-smi: no answer within {SMI_SECONDS} s"
 IN_USE = 0.2  # the share of a card's memory that is taken where another process uses the card
 BUSY = 0.5  # the same where too little memory is left to train
 
@@ -345,7 +347,7 @@ def run_smi(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[s
     folders = [environment.get("PATH", ""), root + "/usr/local/bin", root + "/usr/local/sbin"]
     program = shutil.which("npu-smi", path=os.pathsep.join(folders))
     if program is None:
-        return "", "npu-smi: not found"
+        return "", NO_SMI
     try:
         process = subprocess.run(
             [program, *arguments],
@@ -355,7 +357,7 @@ def run_smi(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[s
             env=dict(environment),
         )
     except subprocess.TimeoutExpired:
-        return "", f"npu-smi: no answer within {SMI_SECONDS} s"
+        return "", SMI_TIMEOUT
     except OSError as failure:
         return "", f"npu-smi: {failure}"
     output = process.stdout.decode("utf-8", "replace")

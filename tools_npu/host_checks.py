@@ -250,7 +250,12 @@ def smi(env: Mapping[str, str], has_cards: bool) -> Iterator[Line]:
         remedy = GROUP_REMEDY if "-8005" in failure else SMI_REMEDY
         # A container may lack npu-smi.
         status = WARN if has_cards and failure.endswith("not found") else FAIL
-        yield Line("npu-smi", status, failure, failure, remedy)
+        chinese = failure
+        if failure == host.NO_SMI:
+            chinese = "没有找到 npu-smi 命令"
+        elif failure == host.SMI_TIMEOUT:
+            chinese = f"npu-smi 在 {host.SMI_SECONDS} 秒内没有回答"
+        yield Line("npu-smi", status, failure, chinese, remedy)
         return
     info = host.parse_smi(output)
     if not info.cards:

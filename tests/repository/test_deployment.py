@@ -115,6 +115,21 @@ def test_help_is_in_the_language_that_is_chosen_and_shows_the_same_commands(scri
     ] == []
 
 
+MESSAGE = re.compile(r"""^\s*(?:.*\|\| )?echo "([^"]*[a-z]{3,} [a-z]{2,} [^"]*)""", re.MULTILINE)
+
+
+def test_no_script_prints_a_sentence_in_english_alone() -> None:
+    """A pair of echo, or `tell`, prints it in Chinese too."""
+    alone = []
+    for path in [ROOT / "speedrun.sh", ROOT / "speedrun_npu.sh", *(ROOT / "runs").glob("*.sh")]:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines):
+            beside = "".join(lines[number : number + 3])
+            if MESSAGE.match(line) and not CHINESE.search(beside):
+                alone.append(f"{path.name}:{number + 1}")
+    assert alone == []
+
+
 def test_the_quick_test_takes_flags_and_a_mirror_with_few_shards(clone: Clone) -> None:
     code, lines, errors = clone.run("quick_fineweb_test.sh", "--shards", "1", "--num_iterations=20")
     assert code == 0, errors

@@ -107,9 +107,10 @@ class Ascend(Platform):
     def best_dtype(self) -> tuple[torch.dtype, str]:
         """Return bf16 if the chip supports it, or else fp16, and why."""
         if self.chip.bf16:
-            return torch.bfloat16, "the NPU has bf16"
-        how = "a gradient scaler is used" if self.chip.trains else "for inference only"
-        return torch.float16, f"the NPU has no bf16; {how}"
+            return torch.bfloat16, tr("the NPU has bf16")
+        if self.chip.trains:
+            return torch.float16, tr("the NPU has no bf16; a gradient scaler is used")
+        return torch.float16, tr("the NPU has no bf16; for inference only")
 
     def lacks_dtype(self, dtype: torch.dtype) -> str:
         """Return why the chip cannot compute in bf16, or "" if it can or `dtype` is not bf16."""
