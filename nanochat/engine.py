@@ -287,8 +287,24 @@ class Engine:
         All samples of the first prompt come first, then all samples of the second, and so on. The
         seed of a sample depends only on the given seed, the sample's index and the prompt, not on
         other prompts or the number of ranks. `on_done` is called with the index of each finished
-        completion and the completion itself. Raises UserError if submit() would, if the engine is
-        busy, or if the model gives NaN, because its replies would then have no score.
+        completion and the completion itself. Raises UserError as complete() does.
+        """
+        requests = [
+            (prompt, sample_settings(sampling, prompt, sample))
+            for prompt in prompts
+            for sample in range(samples)
+        ]
+        return self.complete(requests, on_done)
+
+    def complete(
+        self,
+        requests: Sequence[tuple[Sequence[int], Sampling]],  # prompts with their settings
+        on_done: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]:
+        """Complete every request, and return the completions in order.
+
+        `on_done` is as in generate(). Raises UserError if submit() would, if the engine is busy, or
+        if the model gives NaN, because its replies would then have no score.
         """
         if self.busy:
             raise UserError(
@@ -297,13 +313,11 @@ class Engine:
                     "make another Engine"
                 )
             )
-        completions = [Completion() for _ in range(len(prompts) * samples)]
+        completions = [Completion() for _ in requests]
         index: dict[int, int] = {}  # request number -> index of its completion
         try:
-            for prompt in prompts:
-                for sample in range(samples):
-                    number = self.submit(prompt, sample_settings(sampling, prompt, sample))
-                    index[number] = len(index)
+            for prompt, sampling in requests:
+                index[self.submit(prompt, sampling)] = len(index)
             while self.busy:
                 for event in self.step():
                     if event.broken:

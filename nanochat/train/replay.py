@@ -25,7 +25,6 @@ from nanochat.dataloader import MixedRows, PackedRows, Rows, blend
 from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.evals.references import row_scores, saved_or_scored
-from nanochat.generate.reply import Completion, broken_model
 from nanochat.generate.sampling import Sampling
 from nanochat.prepare.conversations import conversation_folder, prepare_rendered
 from nanochat.prepare.plan import plan
@@ -246,7 +245,7 @@ def with_own_words(rows: Rows, every: int, base: Base, seed: int, compute: Compu
 
 
 def _sampled(base: Base, longest: int, seed: int, compute: Compute) -> Iterator[Rendered]:
-    """Yield texts and replies of the model, as each is finished, with up to MOST_TOKENS tokens.
+    """Yield texts and replies of the model, with up to MOST_TOKENS tokens together.
 
     None has more than `longest` tokens with its prompt. Only sampled tokens are marked as trained.
     """
@@ -255,21 +254,16 @@ def _sampled(base: Base, longest: int, seed: int, compute: Compute) -> Iterator[
     own_compute.operations.serve(cast(nn.Module, loaded.model))
     engine = Engine(loaded.model, loaded.tokenizer, slots=SLOTS, length=longest)
     count = MOST_TOKENS // longest
-    texts: dict[int, tuple[list[int], Completion]] = {}  # by number of the request
-    for i, start in enumerate(itertools.islice(_starts(loaded.tokenizer, longest), count)):
-        sampling = Sampling(temperature=1.0, max_tokens=longest, seed=seed + i)
-        texts[engine.submit(start, sampling)] = (start, Completion())
+    starts = list(itertools.islice(_starts(loaded.tokenizer, longest), count))
+    requests = [
+        (start, Sampling(temperature=1.0, max_tokens=longest, seed=seed + i))
+        for i, start in enumerate(starts)
+    ]
     with Progress(tr("own words"), count, tr("texts")) as progress:
-        while engine.busy:
-            for event in engine.step():
-                if event.broken:
-                    raise UserError(broken_model())
-                start, completion = texts[event.request]
-                completion.add(event)
-                if event.finish:
-                    trained = [int(not forced) for forced in completion.forced]
-                    yield Rendered([*start, *completion.tokens], [0] * len(start) + trained)
-                    progress.advance(1)
+        completions = engine.complete(requests, lambda i, completion: progress.advance(1))
+    for start, completion in zip(starts, completions, strict=True):
+        trained = [int(not forced) for forced in completion.forced]
+        yield Rendered([*start, *completion.tokens], [0] * len(start) + trained)
 
 
 def _starts(tokenizer: Tokenizer, longest: int) -> Iterator[list[int]]:
