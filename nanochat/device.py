@@ -18,13 +18,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 
-from nanochat.common import Pulse, UserError, appendix, base_dir, complain, tr
+from nanochat.common import Pulse, UserError, appendix, base_dir, complain, tr, warn
 from nanochat.platforms import host
 from nanochat.platforms.base import Chip, Platform, dtype_name, requested_kernels
 from nanochat.platforms.operations import Operations
@@ -172,6 +172,15 @@ class Compute:
         """The kind of card, or None if it is unknown."""
         return self.platform.chip
 
+    def in_format(self, name: str) -> Compute:
+        """Return this device with the number format that --dtype names; "auto" changes nothing.
+
+        Warns if another format computes faster. Raises UserError if the device lacks the format.
+        """
+        if name == "auto":
+            return self
+        return replace(self, dtype=_usable(self.platform, name), dtype_reason="--dtype")
+
 
 def _dtype(platform: Platform) -> tuple[torch.dtype, str]:
     """Return the number format to compute in, and the reason for it.
@@ -191,9 +200,20 @@ def _dtype(platform: Platform) -> tuple[torch.dtype, str]:
             ),
             exit_code=2,
         )
-    if why := platform.lacks_dtype(DTYPES[requested]):
+    return _usable(platform, requested), "NANOCHAT_DTYPE"
+
+
+def _usable(platform: Platform, name: str) -> torch.dtype:
+    """Return the number format called `name`, and warn if another one computes faster.
+
+    Raises UserError if the device lacks it.
+    """
+    dtype = DTYPES[name]
+    if why := platform.lacks_dtype(dtype):
         raise UserError(why)
-    return DTYPES[requested], "NANOCHAT_DTYPE"
+    if slow := platform.slow_dtype(dtype):
+        warn(slow)
+    return dtype
 
 
 def compute_init(requested: str | None = None, kernels: str = "auto") -> Compute:

@@ -507,8 +507,8 @@ def open_server(cfg: Config, chat: Chat) -> None:
 def open_model(cfg: Config, chat: Chat) -> None:
     """Load the model for the chat, and print notes about the model."""
     with contextlib.redirect_stdout(chat.notes):  # standard output is for replies
-        compute = compute_init(cfg.device_type or None)
-        chosen = choose(cfg, cfg.dtype, compute, cfg.adapter)
+        compute = compute_init(cfg.device_type or None).in_format(cfg.dtype)
+        chosen = choose(cfg, compute, cfg.adapter)
     loaded = chosen.loaded
     if chat.thinks is not None:
         check_switch(loaded.tokenizer)
@@ -519,7 +519,7 @@ def open_model(cfg: Config, chat: Chat) -> None:
         slots=1,
         length=chosen.context,
         graphs=chosen.captures,
-        drafts=drafts_for(cfg, chosen, cfg.dtype, compute),
+        drafts=drafts_for(cfg, chosen, compute),
     )
     drawing = chat_drawing(
         loaded.corpus, cfg.temperature, cfg.min_p, cfg.top_k, loaded.tokenizer.sampling

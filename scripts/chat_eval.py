@@ -20,7 +20,7 @@ from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError, log, read_json, run, tr, warn
 from nanochat.data.conversation import Part, Task, words
 from nanochat.data.traits import Drawing, traits
-from nanochat.device import DTYPES, Compute, with_compute
+from nanochat.device import Compute, with_compute
 from nanochat.evals.chat import Score, by_group, chat_core, evaluate, wilson
 from nanochat.evals.choices import ChoiceScore, choice_facts, evaluate_choices
 from nanochat.evals.measured import MeasuredFlags
@@ -432,8 +432,7 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score | ChoiceScore]:
             2,
         )
     defaults = settings(Config(), compute.dtype)
-    if cfg.dtype != "auto":
-        compute = replace(compute, dtype=DTYPES[cfg.dtype], dtype_reason="--dtype")
+    compute = compute.in_format(cfg.dtype)
     cfg = replace(cfg, graphs=graphs.for_replies(cfg.graphs, compute) is not None)
     sampling_for(None, cfg, None)  # refuses bad flags before the model is loaded
     loaded = cfg.load(compute)

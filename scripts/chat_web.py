@@ -479,10 +479,10 @@ def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
         )
     if also:  # the threads of several models would disturb a capture
         cfg = replace(cfg, graphs=False)
-    first = choose(cfg, cfg.dtype, compute)
+    first = choose(cfg, compute)
     chosen = named_models(cfg, first, also, folders, compute)
     adapters = load_adapters(first, folders, compute)
-    drafts = drafts_for(cfg, first, cfg.dtype, compute)
+    drafts = drafts_for(cfg, first, compute)
     caches = plan_caches([*chosen.values()], cfg.slots, cfg.context, compute.platform)
     cfg = replace(cfg, slots=caches.slots)
     models: list[Loadable] = []
@@ -542,7 +542,7 @@ def named_models(
         )
     chosen = {name: first}
     for value in also:
-        name, further = choose_also(value, cfg, cfg.dtype, compute)
+        name, further = choose_also(value, cfg, compute)
         if name in chosen or name in folders:
             raise UserError(
                 tr(
@@ -689,7 +689,7 @@ def main(cfg: Config) -> None:
     with listen(cfg.host, cfg.port) as listener:
         if only_runs(cfg):
             return show_runs(cfg, listener)
-        compute = compute_init(cfg.device_type or None)
+        compute = compute_init(cfg.device_type or None).in_format(cfg.dtype)
         try:
             chat_web(cfg, compute, listener)
         finally:

@@ -156,6 +156,18 @@ def test_the_environment_overrides_the_format(name: str, monkeypatch: pytest.Mon
     assert refused.value.exit_code == 2
 
 
+def test_a_flag_overrides_the_format_and_a_slower_one_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "cpu_flags", lambda: frozenset({"avx2"}))
+    compute = compute_init("cpu")
+    assert compute.in_format("auto") is compute
+    assert "float32 computes faster than bfloat16 here" not in capsys.readouterr().err
+    asked = compute.in_format("bfloat16")
+    assert (asked.dtype, asked.dtype_reason) == (torch.bfloat16, "--dtype")
+    assert "float32 computes faster than bfloat16 here" in capsys.readouterr().err
+
+
 # --- one process ---------------------------------------------------------------------------------
 
 

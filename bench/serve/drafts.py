@@ -76,8 +76,8 @@ def seconds_of(engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
 
 def gain(cfg: Config, folder: Path, chats: int) -> float:
     """Return how many times as fast so many replies are with drafts as without."""
-    compute = device.compute_init("cpu")
-    chosen = choose(ModelFlags(model=folder, weights=cfg.weights), cfg.dtype, compute)
+    compute = device.compute_init("cpu").in_format(cfg.dtype)
+    chosen = choose(ModelFlags(model=folder, weights=cfg.weights), compute)
     loaded = chosen.loaded
     generator = random.Random(2)
     prompts = [[generator.randrange(1000) for _ in range(PROMPT)] for _ in range(chats)]

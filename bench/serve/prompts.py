@@ -51,9 +51,9 @@ class Config:
 
 def measure(cfg: Config, folder: Path) -> list[float]:
     """Return the CPU seconds of each step in which a part of the long prompt is read."""
-    compute = device.compute_init("cpu")
+    compute = device.compute_init("cpu").in_format(cfg.dtype)
     flags = ModelFlags(model=folder, context=2 * cfg.tokens)
-    loaded = choose(flags, cfg.dtype, compute).loaded
+    loaded = choose(flags, compute).loaded
     served = Engine(
         loaded.model,
         loaded.tokenizer,

@@ -163,7 +163,11 @@ class Platform:
         raise NotImplementedError
 
     def lacks_dtype(self, dtype: torch.dtype) -> str:
-        """Return why the device cannot compute in `dtype` (NANOCHAT_DTYPE), or "" if it can."""
+        """Return why the device cannot compute in `dtype`, or "" if it can."""
+        return ""
+
+    def slow_dtype(self, dtype: torch.dtype) -> str:
+        """Return a warning that another format computes faster than `dtype`, or "" if none does."""
         return ""
 
     # --- the number format of matrices ------------------------------------------------------------

@@ -62,6 +62,13 @@ class Host(Platform):
         faster, reason = host.bf16_unit()
         return (torch.bfloat16 if faster else torch.float32), reason
 
+    def slow_dtype(self, dtype: torch.dtype) -> str:
+        """Return a warning if `dtype` is bf16 and fp32 is faster, or "" otherwise."""
+        faster, reason = host.bf16_unit()
+        if dtype != torch.bfloat16 or faster:
+            return ""
+        return tr("float32 computes faster than bfloat16 here: {reason}", reason=reason)
+
     def open(self) -> torch.device:
         """Return the CPU device, and make malloc keep freed memory for the next step.
 

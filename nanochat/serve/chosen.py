@@ -16,7 +16,7 @@ from nanochat.checkpoint_manager.load import (
 )
 from nanochat.checkpoint_manager.locate import STAGES, trained
 from nanochat.common import UserError, tr
-from nanochat.device import DTYPES, Compute
+from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.generate.adapters import Adapters
 from nanochat.generate.drafts import (
@@ -91,18 +91,14 @@ class Chosen:
 
 def choose(
     flags: ModelFlags,
-    dtype: str,
     compute: Compute,
     adapter: Path | None = None,
 ) -> Chosen:
     """Load and return the model that the flags name, by default the one that was trained last.
 
-    `dtype` is the number format to compute in; "auto" leaves the choice to the device. `adapter` is
-    the folder of an adapter to merge into a published model. Raises UserError if the flags are
+    `adapter` is the folder of an adapter to merge into a published model. Raises UserError if the flags are
     invalid, contradict each other or do not suit the device, or if the model cannot be loaded.
     """
-    if dtype != "auto":
-        compute = replace(compute, dtype=DTYPES[dtype], dtype_reason="--dtype")
     captures = graphs.for_replies(flags.graphs, compute)
     names_trained = bool(flags.source or flags.model_tag or flags.step)
     bits = 4 if flags.weights == "nf4" else 16
@@ -201,7 +197,6 @@ def has_experts(model: Model) -> bool:
 def choose_also(
     value: str,
     flags: ModelFlags,
-    dtype: str,
     compute: Compute,
 ) -> tuple[str, Chosen]:
     """Load the model that a value of --also asks for, and return its name and the model.
@@ -214,7 +209,7 @@ def choose_also(
     name, _, folder = value.partition("=")
     if name and folder:
         published = replace(shared, model=Path(folder).expanduser())
-        return name, choose(published, dtype, compute)
+        return name, choose(published, compute)
     stage, _, tag_and_step = value.partition("/")
     tag, _, step = tag_and_step.partition("/")
     if stage not in STAGES or not tag or not (step.isdecimal() or not step):
@@ -231,7 +226,7 @@ def choose_also(
     source = cast(Source, stage)
     trained_here = replace(shared, source=source, model_tag=tag, step=step_number)
     name_parts = ["nanochat", stage, tag, step]
-    return "-".join(filter(None, name_parts)), choose(trained_here, dtype, compute)
+    return "-".join(filter(None, name_parts)), choose(trained_here, compute)
 
 
 def names_adapter(value: str) -> bool:
@@ -325,7 +320,6 @@ def load_adapters(
 def drafts_for(
     flags: ModelFlags,
     chosen: Chosen,
-    dtype: str,
     compute: Compute,
 ) -> Drafts | None:
     """Return what guesses the tokens of the chosen model, as --draft says, or None without it.
@@ -340,7 +334,7 @@ def drafts_for(
     stage, slash, _ = flags.draft.partition("/")
     is_trained_here = slash and stage in STAGES
     value = flags.draft if is_trained_here else f"draft={flags.draft}"
-    _, smaller = choose_also(value, ModelFlags(graphs=False), dtype, compute)
+    _, smaller = choose_also(value, ModelFlags(graphs=False), compute)
     tokenizer = smaller.loaded.tokenizer
     check_tokenizer(chosen.loaded.tokenizer, tokenizer, flags.draft)
     length = min(chosen.context, smaller.loaded.model.config.sequence_len)

@@ -102,8 +102,11 @@ def test_bf16_is_refused_on_a_chip_without(card: Card, monkeypatch: pytest.Monke
     monkeypatch.setenv("NANOCHAT_DTYPE", "bfloat16")
     assert compute_init("npu").dtype == torch.bfloat16
     card.soc = 104
-    with pytest.raises(UserError, match="NANOCHAT_DTYPE=bfloat16 was asked for, but this NPU has no bf16"):
+    with pytest.raises(UserError, match="bfloat16 was asked for, but this NPU has no bf16"):
         compute_init("npu")
+    monkeypatch.delenv("NANOCHAT_DTYPE")
+    with pytest.raises(UserError, match="bfloat16 was asked for, but this NPU has no bf16"):
+        compute_init("npu").in_format("bfloat16")
 
 
 def as_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,9 +65,9 @@ def test_an_adapter_learns_on_4_bits_and_a_stopped_run_ends_with_the_same_bits(
 def served_as_trained(base: Path, adapter: Path, published: Qwen) -> None:
     """With --weights nf4, the adapter alone and among others has the logits of the run that trained it."""
     tokens, on_4_bits = torch.arange(12)[None], ModelFlags(model=base, weights="nf4")
-    run = choose(ModelFlags(source="tune", model_tag="made", weights="nf4"), "float32", on_cpu()).loaded.model
-    alone = choose(on_4_bits, "float32", on_cpu(), adapter).loaded.model
-    first = choose(on_4_bits, "float32", on_cpu())
+    run = choose(ModelFlags(source="tune", model_tag="made", weights="nf4"), on_cpu().in_format("float32")).loaded.model
+    alone = choose(on_4_bits, on_cpu().in_format("float32"), adapter).loaded.model
+    first = choose(on_4_bits, on_cpu().in_format("float32"))
     among = load_adapters(first, {"mine": adapter}, on_cpu())
     assert among is not None and nf4_matrices(run) and nf4_matrices(alone)
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_experts_in_4_bits_are_refused(models: Path, base: Path) -> None:
     with pytest.raises(UserError, match="cannot hold the experts of qwen3-moe"):
         finetune.train(config(models, "qwen3-moe", base_bits=4), on_cpu())
     with pytest.raises(UserError, match="cannot hold the experts of qwen3-moe"):
-        choose(ModelFlags(model=models / "qwen3-moe", weights="nf4"), "float32", on_cpu())
+        choose(ModelFlags(model=models / "qwen3-moe", weights="nf4"), on_cpu().in_format("float32"))
 
 
 def a_run(compute: Compute, models: Path, flags: dict[str, Any]) -> None:

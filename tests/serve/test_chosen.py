@@ -42,14 +42,14 @@ def logits(choice: chosen.Chosen) -> torch.Tensor:
 
 
 def test_a_published_model_is_served_as_it_is_or_with_its_adapter(folder: Path) -> None:
-    plain = choose(ModelFlags(model=folder), "auto", on_cpu())
+    plain = choose(ModelFlags(model=folder), on_cpu())
     assert (plain.loaded.stage, plain.loaded.tag, plain.context, plain.other_models) == (
         "published",
         "Qwen-tiny",
         256,
         [],
     )
-    mine = choose(ModelFlags(model=folder), "auto", on_cpu(), folder.parent / "mine")
+    mine = choose(ModelFlags(model=folder), on_cpu(), folder.parent / "mine")
     assert mine.loaded.tag == "Qwen-tiny + mine"
     other = load_qwen(folder, on_cpu())
     merge_adapter(other, folder.parent / "mine", on_cpu())
@@ -60,10 +60,10 @@ def test_a_published_model_is_served_as_it_is_or_with_its_adapter(folder: Path) 
 
 def test_a_long_context_is_not_taken_in_full_unless_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen, "LONGEST", 100)
-    assert choose(ModelFlags(model=folder), "auto", on_cpu()).context == 100
-    assert choose(ModelFlags(model=folder, context=200), "auto", on_cpu()).context == 200
+    assert choose(ModelFlags(model=folder), on_cpu()).context == 100
+    assert choose(ModelFlags(model=folder, context=200), on_cpu()).context == 200
     with pytest.raises(UserError, match="--context must be from 2 to 256"):
-        choose(ModelFlags(model=folder, context=300), "auto", on_cpu())
+        choose(ModelFlags(model=folder, context=300), on_cpu())
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_caches_are_planned_by_the_free_memory_or_refused_with_the_flags_that_fi
     slots: Any, context: int | None, room: float, planned: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chosen, "SHORTEST", 64)
-    one, platform = choose(ModelFlags(model=folder), "auto", on_cpu()), on_cpu().platform
+    one, platform = choose(ModelFlags(model=folder), on_cpu()), on_cpu().platform
     size = one.loaded.model.new_cache(1, 256).bytes
     monkeypatch.setattr(host, "memory_free", lambda: round(2 * size * room))
     if isinstance(planned, str):
@@ -109,25 +109,25 @@ def test_caches_are_planned_by_the_free_memory_or_refused_with_the_flags_that_fi
 )
 def test_flags_that_do_not_go_together_are_refused(flags: ModelFlags, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        choose(flags, "auto", on_cpu())
+        choose(flags, on_cpu())
 
 
 def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     write_folder(tmp_path, "qwen2")
     with pytest.raises(UserError, match="belongs to another base"):
-        choose(ModelFlags(model=tmp_path), "auto", on_cpu(), folder.parent / "mine")
+        choose(ModelFlags(model=tmp_path), on_cpu(), folder.parent / "mine")
 
 
 def test_further_models_are_folders_and_steps(folder: Path, base_folder: Path) -> None:
     first = ModelFlags(model=folder)
-    name, plain = choose_also(f"base={folder}", ModelFlags(), "auto", on_cpu())
+    name, plain = choose_also(f"base={folder}", ModelFlags(), on_cpu())
     assert (name, plain.loaded.tag) == ("base", "Qwen-tiny")
     for step in (10, 20):
         tiny_checkpoint("sft", step)
-    assert [choose_also(words, first, "auto", on_cpu())[0] for words in ("sft/d2", "sft/d2/10")] == [
+    assert [choose_also(words, first, on_cpu())[0] for words in ("sft/d2", "sft/d2/10")] == [
         "nanochat-sft-d2", "nanochat-sft-d2-10",
     ]  # fmt: skip
-    assert choose_also("sft/d2/10", first, "auto", on_cpu())[1].loaded.step == 10
+    assert choose_also("sft/d2/10", first, on_cpu())[1].loaded.step == 10
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_further_models_are_folders_and_steps(folder: Path, base_folder: Path) -
 )
 def test_a_further_model_that_is_not_there_is_refused(base_folder: Path, words: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        choose_also(words, ModelFlags(), "auto", on_cpu())
+        choose_also(words, ModelFlags(), on_cpu())
 
 
 def test_adapters_have_the_names_that_they_are_given_or_those_of_their_folders(folder: Path) -> None:
@@ -151,11 +151,11 @@ def test_adapters_have_the_names_that_they_are_given_or_those_of_their_folders(f
     found = adapter_folders([str(mine), f"pip={mine}"], folder)
     assert found == {"mine": mine, "pip": mine} and list(found) == ["mine", "pip"]
     assert names_adapter(f"pip={mine}") and not names_adapter(f"pip={folder}") and not names_adapter("sft/d4")
-    first = choose(ModelFlags(model=folder), "auto", on_cpu())
+    first = choose(ModelFlags(model=folder), on_cpu())
     assert load_adapters(first, {}, on_cpu()) is None
     adapters = load_adapters(first, found, on_cpu())
     assert adapters is not None and adapters.names == ["mine", "pip"]
-    merged = choose(ModelFlags(model=folder), "auto", on_cpu(), mine)
+    merged = choose(ModelFlags(model=folder), on_cpu(), mine)
     with adapters.rows([1]):
         torch.testing.assert_close(logits(first), logits(merged), rtol=1e-4, atol=1e-4)
 
@@ -180,7 +180,7 @@ def test_names_that_adapters_cannot_have_are_refused(values: list[str], said: st
 
 
 def test_adapters_without_a_base_are_refused() -> None:
-    for refused in (lambda: adapter_folders(["a"], None), lambda: choose(ModelFlags(), "auto", on_cpu(), Path("a"))):
+    for refused in (lambda: adapter_folders(["a"], None), lambda: choose(ModelFlags(), on_cpu(), Path("a"))):
         with pytest.raises(UserError, match="--adapter belongs to a published model: name its folder with --model"):
             refused()
 
@@ -208,7 +208,7 @@ def test_an_adapter_that_does_not_fit_is_refused(folder: Path, tmp_path: Path, c
     change(settings, values)
     (mine / "adapter_config.json").write_text(json.dumps(settings))
     save_file(values, mine / "adapter_model.safetensors")
-    first = choose(ModelFlags(model=folder), "auto", on_cpu())
+    first = choose(ModelFlags(model=folder), on_cpu())
     if said is None:  # a target that this base does not have, as peft too accepts
         load_adapters(first, {"mine": mine}, on_cpu())
         return
@@ -220,45 +220,45 @@ def test_int8_is_for_qwen_on_a_cpu_with_products_for_it(
     folder: Path, base_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ModelFlags(model=folder, weights="int8")
-    plain = choose(ModelFlags(model=folder), "bfloat16", on_cpu())
-    packed = choose(flags, "bfloat16", on_cpu())
+    plain = choose(ModelFlags(model=folder), on_cpu().in_format("bfloat16"))
+    packed = choose(flags, on_cpu().in_format("bfloat16"))
     assert packed.parameters == plain.parameters > sum(p.numel() for p in packed.loaded.model.parameters())
     assert 0 < (logits(packed) - logits(plain)).abs().max() < 0.2 * logits(plain).abs().max()
-    assert choose_also(f"other={folder}", flags, "bfloat16", on_cpu())[1].loaded.model.head.multiply is not None
+    assert choose_also(f"other={folder}", flags, on_cpu().in_format("bfloat16"))[1].loaded.model.head.multiply is not None
     if "avx2" in host.cpu_flags() and host.compiler():
-        assert choose(flags, "float32", on_cpu()).loaded.model.head.multiply is not None
+        assert choose(flags, on_cpu().in_format("float32")).loaded.model.head.multiply is not None
     with monkeypatch.context() as without_avx2:
         without_avx2.setattr(host, "cpu_flags", lambda: frozenset())
         with pytest.raises(UserError, match="faster only where a CPU"):
-            choose(flags, "float32", on_cpu())
+            choose(flags, on_cpu().in_format("float32"))
     tiny_checkpoint("sft", 10)
     refusals: dict[Any, str] = {"int8": "no Qwen or Llama model", "nf4": "whole model that was trained here"}
     for weights, said in refusals.items():
         with pytest.raises(UserError, match=f"{said}.*Leave --weights out") as caught:
-            choose(ModelFlags(weights=weights), "bfloat16", on_cpu())
+            choose(ModelFlags(weights=weights), on_cpu().in_format("bfloat16"))
         assert caught.value.exit_code == 2
 
 
 def test_drafts_come_from_the_chat_or_from_a_model_of_the_same_tokenizer(folder: Path, base_folder: Path) -> None:
-    plain = choose(ModelFlags(model=folder), "float32", on_cpu())
-    assert drafts_for(ModelFlags(model=folder), plain, "float32", on_cpu()) is None
+    plain = choose(ModelFlags(model=folder), on_cpu().in_format("float32"))
+    assert drafts_for(ModelFlags(model=folder), plain, on_cpu().in_format("float32")) is None
     for value in ("ngram", str(folder)):
-        assert drafts_for(ModelFlags(model=folder, draft=value), plain, "float32", on_cpu()) is not None
+        assert drafts_for(ModelFlags(model=folder, draft=value), plain, on_cpu().in_format("float32")) is not None
     tiny_checkpoint("sft", 10)
-    ours = choose(ModelFlags(), "float32", on_cpu())
-    assert drafts_for(ModelFlags(draft="sft/d2"), ours, "float32", on_cpu()) is not None
+    ours = choose(ModelFlags(), on_cpu().in_format("float32"))
+    assert drafts_for(ModelFlags(draft="sft/d2"), ours, on_cpu().in_format("float32")) is not None
     with pytest.raises(UserError, match=r"--draft sft/d2.*another tokenizer") as caught:
-        drafts_for(ModelFlags(draft="sft/d2"), plain, "float32", on_cpu())
+        drafts_for(ModelFlags(draft="sft/d2"), plain, on_cpu().in_format("float32"))
     assert caught.value.exit_code == 2
 
 
 def test_a_draft_with_states_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     write_folder(tmp_path, "qwen3.5")
-    recurrent = choose(ModelFlags(model=tmp_path), "float32", on_cpu())
+    recurrent = choose(ModelFlags(model=tmp_path), on_cpu().in_format("float32"))
     with pytest.raises(UserError, match="DeltaNet") as caught:
-        drafts_for(ModelFlags(draft=str(tmp_path)), recurrent, "float32", on_cpu())
+        drafts_for(ModelFlags(draft=str(tmp_path)), recurrent, on_cpu().in_format("float32"))
     assert caught.value.exit_code == 2
-    assert drafts_for(ModelFlags(draft="ngram"), recurrent, "float32", on_cpu()) is not None
+    assert drafts_for(ModelFlags(draft="ngram"), recurrent, on_cpu().in_format("float32")) is not None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # matrices in bf16 may be stored elsewhere
@@ -272,7 +272,7 @@ def test_an_adapter_that_can_only_be_merged_is_not_served_beside_others(
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["norm", "k_proj"])
     theirs = peft.get_peft_model(oracle(load_qwen(folder, on_cpu())), config)
     theirs.save_pretrained(tmp_path / "whole")
-    base = choose(ModelFlags(model=folder), dtype, on_cpu())
+    base = choose(ModelFlags(model=folder), on_cpu().in_format(dtype))
     assert load_adapters(base, {"plain": tmp_path / "plain"}, on_cpu())
     with pytest.raises(UserError) as refused:
         load_adapters(base, {"plain": tmp_path / "plain", "whole": tmp_path / "whole"}, on_cpu())

@@ -43,7 +43,7 @@ class Apple(Platform):
         if dtype != torch.bfloat16 or torch.backends.mps.is_macos_or_newer(14, 0):
             return ""
         return tr(
-            "NANOCHAT_DTYPE=bfloat16 was asked for, but a Mac's GPU has bf16 from macOS 14 on; "
+            "bfloat16 was asked for, but a Mac's GPU has bf16 from macOS 14 on; "
             "leave it out to use float32"
         )
 

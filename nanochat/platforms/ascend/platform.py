@@ -116,9 +116,7 @@ class Ascend(Platform):
         """Return why the chip cannot compute in bf16, or "" if it can or `dtype` is not bf16."""
         if dtype != torch.bfloat16 or self.chip.bf16:
             return ""
-        return tr(
-            "NANOCHAT_DTYPE=bfloat16 was asked for, but this NPU has no bf16; leave it out to use float16"
-        )
+        return tr("bfloat16 was asked for, but this NPU has no bf16; leave it out to use float16")
 
     def cannot_open(self, failure: str) -> str:
         """Return a message that says why the card cannot be opened, and what may help."""
