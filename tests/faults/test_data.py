@@ -18,11 +18,12 @@ from nanochat.data.conversation import chat
 from nanochat.data.corpora import Corpus, shards
 from nanochat.data.mixing import resolve_data
 from nanochat.data.shards import batches, write_shards
-from nanochat.dataloader import Rows, Source, blend, split_rows, steps
+from nanochat.dataloader import Rows, Source, split_rows, steps
 from nanochat.device import Compute
 from nanochat.prepare import documents, token_files
 from nanochat.prepare.conversations import prepare_conversations
 from nanochat.prepare.documents import prepare_documents, work
+from nanochat.prepare.interleave import blend
 from nanochat.prepare.plan import plan
 from nanochat.tokenizer import Tokenizer
 
