@@ -272,38 +272,14 @@ def make_step(
     micro_batches = []
     for i in range(0, len(rank_rows), device_batch_size):
         tensors = rows.batch(rank_rows[i : i + device_batch_size])
-        micro_batches.append(_pinned(tensors, compute))
+        micro_batches.append(pinned(tensors, compute))
     num_targets = rows.targets_in(first_row, rows_per_step)
     return Step(first_row, num_targets, micro_batches, rows.extras)
 
 
-def _pinned(tensors: Iterable[torch.Tensor], compute: Compute) -> tuple[torch.Tensor, ...]:
+def pinned(tensors: Iterable[torch.Tensor], compute: Compute) -> tuple[torch.Tensor, ...]:
+    """Return host tensors in memory from which the device copies without waiting; see device.pin()."""
     return tuple(device.pin(tensor, compute) for tensor in tensors)
-
-
-def one_pass(
-    rows: Source,
-    tokens: int,
-    device_batch_size: int,
-    compute: Compute,
-) -> Iterator[Step]:
-    """Yield steps that together hold the first `tokens` tokens of the rows, for an evaluation.
-
-    Only whole rows count, at least one row and at most one epoch, and they are the same on any
-    number of ranks. Each step has one micro-batch per rank. A rank without a row in the last step
-    gets a row without targets, because a sharded model needs every rank.
-    """
-    num_rows = tokens // (rows.row_tokens - 1)
-    num_rows = max(min(num_rows, rows.count), 1)
-    rows_per_step = device_batch_size * compute.world_size
-    for first in range(0, num_rows, rows_per_step):
-        size = min(rows_per_step, num_rows - first)
-        step = make_step(rows, first, size, device_batch_size, compute)
-        if not step.micro_batches:
-            inputs, targets, *extras = rows.batch(rows.plan_rows(first, 1))
-            no_targets = torch.full_like(targets, IGNORED)
-            step.micro_batches.append(_pinned((inputs, no_targets, *extras), compute))
-        yield step
 
 
 # --- the rows of corpora -------------------------------------------------------------------------
