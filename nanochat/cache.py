@@ -91,16 +91,19 @@ class Cache:
         target_slots = torch.tensor(targets).to(device, non_blocking=True)
         for entries in (self.k, self.v):
             first_entries = entries[:, :, : tokens + self.extra_keys]
-            first_entries.index_copy_(1, target_slots, first_entries.index_select(1, source_slots))
+            copies = first_entries.index_select(1, source_slots)
+            first_entries.index_copy_(1, target_slots, copies)
         for state in self.states:
-            state.index_copy_(0, target_slots, state.index_select(0, source_slots))
+            copies = state.index_select(0, source_slots)
+            state.index_copy_(0, target_slots, copies)
 
     def take(self, slot: int, tokens: int) -> list[Tensor]:
         """Return copies of the contents of a slot that holds `tokens` tokens, for put()."""
         keys = tokens + self.extra_keys
-        entries = [self.k[:, slot, :keys].clone(), self.v[:, slot, :keys].clone()]
+        k = self.k[:, slot, :keys].clone()
+        v = self.v[:, slot, :keys].clone()
         states = [state[slot].clone() for state in self.states]
-        return entries + states
+        return [k, v, *states]
 
     def put(self, slot: int, contents: list[Tensor]) -> None:
         """Fill a slot with the copies that take() returned."""

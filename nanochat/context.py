@@ -70,7 +70,13 @@ class Context:
         return self.previous(k)
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
+        self,
+        layer: int,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, T, Hkv, D)
+        v: Tensor,  # (B, T, Hkv, D)
+        window: int,
+        scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
         """Compute a layer's attention; PlainAttention.attend() describes the arguments."""
         return self.attention.attend(q, k, v, window, scale)
@@ -106,11 +112,13 @@ class Packed(Context):
         index = torch.arange(T, device=documents.device).expand_as(documents)
         begins = torch.ones_like(documents, dtype=torch.bool)
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        starts = (index * begins).cummax(dim=1).values
-        same = (documents[:, :, None] == documents[:, None, :])[:, None]
+        starts = (index * begins).cummax(dim=1).values  # where each token's document begins
+        of_query = documents[:, :, None]
+        of_key = documents[:, None, :]
+        is_same = (of_query == of_key)[:, None]  # (B, 1, T, T)
         self.documents = documents
         self.positions: Tensor = index - starts
-        self.seen = same & cache_mask(index, T, T)  # (B, 1, T, T) True where a query sees a key
+        self.seen = is_same & cache_mask(index, T, T)  # (B, 1, T, T) True where a query sees a key
         self._masks: dict[int, Tensor] = {}  # window -> the same within a window
 
     def previous(self, x: Tensor) -> Tensor:
@@ -151,8 +159,8 @@ class Cached(Context):
         self.slots = slots or slice(0, idx.size(0))
         self.lengths = lengths
         self.longest = cache.length
-        new_positions = torch.arange(idx.size(1), device=idx.device)
-        self.positions: Tensor = cache.positions[self.slots, None] + new_positions  # (B, T)
+        offsets = torch.arange(idx.size(1), device=idx.device)
+        self.positions: Tensor = cache.positions[self.slots, None] + offsets  # (B, T)
         self.cached = cached
         self.new = new
         self.keys = keys
@@ -176,8 +184,9 @@ class Cached(Context):
                 longest = max(self.cached)
             else:
                 longest = int(self.cache.positions[self.slots].max())
+            end = longest + self.positions.size(1)
             grain = self.attention.grain
-            grains = -(-(longest + self.positions.size(1)) // grain)
+            grains = -(-end // grain)
             self.keys = min(grains * grain, self.cache.length)
 
     def previous(self, x: Tensor) -> Tensor:
@@ -188,7 +197,8 @@ class Cached(Context):
         self._keeps_last = True
         first = self.cache.last[self.slots, None]
         if x.is_floating_point():
-            first = self._embed(first) * (self.cache.positions[self.slots, None, None] > 0)
+            has_tokens = self.cache.positions[self.slots, None, None] > 0
+            first = self._embed(first) * has_tokens
         return torch.cat((first, x[:, :-1]), dim=1)
 
     def previous_keys(self, layer: int, k: Tensor) -> Tensor:
@@ -201,14 +211,16 @@ class Cached(Context):
         keys = self.cache.k[layer, self.slots]
         # Nothing is ever stored in advance at position 0, so the half that is used is zero there.
         first = keys[self._row, self.positions[:, :1]]
-        keys[self._row, self.positions[:, -1:] + 1] = k[:, -1:].to(keys.dtype)
+        next_position = self.positions[:, -1:] + 1
+        keys[self._row, next_position] = k[:, -1:].to(keys.dtype)
         return torch.cat((first.to(k.dtype), k[:, :-1]), dim=1)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None
     ) -> Tensor:
         """Write the new keys and values to the cache, and compute attention to its slots."""
-        cached_k, cached_v = self.cache.k[layer, self.slots], self.cache.v[layer, self.slots]
+        cached_k = self.cache.k[layer, self.slots]
+        cached_v = self.cache.v[layer, self.slots]
         y = self.attention.extend(q, k, v, cached_k, cached_v, self.positions, window, scale)
         if y is not None:
             return y
@@ -226,7 +238,8 @@ class Cached(Context):
         assert self.keys is not None
         if window not in self._masks:
             self._masks[window] = cache_mask(self.positions, self.keys, window)
-        k, v = cached_k[:, : self.keys], cached_v[:, : self.keys]
+        k = cached_k[:, : self.keys]
+        v = cached_v[:, : self.keys]
         return self.attention.masked(q, k, v, self._masks[window], scale)
 
     def _recent_keys(self, window: int, length: int) -> Tensor:  # (B, W + 1)

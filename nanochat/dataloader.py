@@ -2,10 +2,9 @@
 
 The tokens are already on disk: prepare/ has tokenised every document once, and has planned which
 pieces of which documents make up each row. This file puts the rows in an order that is known in
-advance (epoch_order), turns a row into inputs and targets (Rows and its subclasses), and divides
-the rows of a step among ranks and micro-batches (steps). The functions at the end open the rows of
-a corpus, and blend them with other rows; prepare/interleave.py mixes the rows of several sets.
-train/chat_rows.py opens the rows of a stage's conversations.
+advance (epoch_order), turns a row into inputs and targets (Rows), and divides the rows of a step
+among ranks and micro-batches (steps). split_rows() opens the rows of a corpus, which
+prepare/interleave.py mixes with others; train/chat_rows.py opens the rows of conversations.
 
 A run resumes from a single integer: the index of the next row.
 """
@@ -207,42 +206,6 @@ class Rows:
             column += length + 1
 
 
-class PackedRows(Rows):
-    """Rows of conversations without begin marks, as published models expect them.
-
-    A conversation's own first token takes the place of the begin mark. A batch also says which
-    conversation of its row each token belongs to.
-    """
-
-    extras = ("documents",)
-
-    def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """Return (inputs, targets, documents) of rows of the plan, int64 (B, T) each.
-
-        `documents` holds the index of each token's conversation in its row. Padding at the end of a
-        row counts as one more document.
-        """
-        inputs, targets = super().batch(plan_rows)
-        documents = torch.zeros_like(inputs)
-        columns = np.arange(inputs.size(1))
-        for b, row in enumerate(plan_rows.tolist()):
-            ends = [column + length + 1 for column, _, length in self._segments(row)]
-            numbers = np.searchsorted(ends, columns, side="right")
-            documents[b] = torch.from_numpy(numbers)
-        return inputs, targets, documents
-
-    def _fill(
-        self,
-        row: int,
-        cells: np.ndarray,
-        targets: np.ndarray,
-    ) -> None:
-        super()._fill(row, cells, targets)
-        tokens = self._token_set.parts[0].tokens
-        for column, start, _ in self._segments(row):
-            cells[column] = tokens[start - 1]
-
-
 Source = Rows | MixedRows
 
 
@@ -309,38 +272,14 @@ def make_step(
     micro_batches = []
     for i in range(0, len(rank_rows), device_batch_size):
         tensors = rows.batch(rank_rows[i : i + device_batch_size])
-        micro_batches.append(_pinned(tensors, compute))
+        micro_batches.append(pinned(tensors, compute))
     num_targets = rows.targets_in(first_row, rows_per_step)
     return Step(first_row, num_targets, micro_batches, rows.extras)
 
 
-def _pinned(tensors: Iterable[torch.Tensor], compute: Compute) -> tuple[torch.Tensor, ...]:
+def pinned(tensors: Iterable[torch.Tensor], compute: Compute) -> tuple[torch.Tensor, ...]:
+    """Return host tensors in memory from which the device copies without waiting; see device.pin()."""
     return tuple(device.pin(tensor, compute) for tensor in tensors)
-
-
-def one_pass(
-    rows: Source,
-    tokens: int,
-    device_batch_size: int,
-    compute: Compute,
-) -> Iterator[Step]:
-    """Yield steps that together hold the first `tokens` tokens of the rows, for an evaluation.
-
-    Only whole rows count, at least one row and at most one epoch, and they are the same on any
-    number of ranks. Each step has one micro-batch per rank. A rank without a row in the last step
-    gets a row without targets, because a sharded model needs every rank.
-    """
-    num_rows = tokens // (rows.row_tokens - 1)
-    num_rows = max(min(num_rows, rows.count), 1)
-    rows_per_step = device_batch_size * compute.world_size
-    for first in range(0, num_rows, rows_per_step):
-        size = min(rows_per_step, num_rows - first)
-        step = make_step(rows, first, size, device_batch_size, compute)
-        if not step.micro_batches:
-            inputs, targets, *extras = rows.batch(rows.plan_rows(first, 1))
-            no_targets = torch.full_like(targets, IGNORED)
-            step.micro_batches.append(_pinned((inputs, no_targets, *extras), compute))
-        yield step
 
 
 # --- the rows of corpora -------------------------------------------------------------------------
@@ -364,26 +303,3 @@ def split_rows(
         row_plan = plan(token_set, length + 1, cut=True)
         sources.append(Rows(token_set, row_plan, tokenizer.bos, seed, masked=False))
     return sources[0] if len(sources) == 1 else MixedRows(sources, data.shares)
-
-
-def blend(
-    first: Source,
-    second: Source,
-    every: int,
-) -> MixedRows:
-    """Return a mixture in which one row in `every` comes from `second`, the others from `first`.
-
-    An epoch of the mixture is an epoch of `first`. Raises UserError (exit code 2) if `every` is
-    below 2.
-    """
-    if every < 2:
-        raise UserError(
-            tr(
-                "one row in N comes from the second set, so N must be 2 or more, got {every}",
-                every=every,
-            ),
-            2,
-        )
-    key = f"{first.key} {second.key} {every}"  # checkpoints contain this key
-    count = first.count * every // (every - 1)
-    return MixedRows([first, second], [every - 1, 1], count, key)

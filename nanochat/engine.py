@@ -351,27 +351,10 @@ class Engine:
         return events
 
     def _admit(self) -> None:
-        """Give the free slots to the requests that have waited longest.
-
-        Of the requests admitted together, those with shorter prompts get slots first. Repeated
-        prompts come last, because the engine copies them.
-        """
+        """Give the free slots to the requests that have waited longest."""
         count = min(self.free_slots, len(self._waiting))
-        if not count:
-            return
-        arrivals = [self._waiting.popleft() for _ in range(count)]
-        originals: dict[tuple[str, tuple[int, ...]], Request] = {}  # by adapter and prompt
-        copies = []
-        for request in sorted(arrivals, key=lambda request: request.prompt_length):
-            key = (request.sampling.adapter, tuple(request.tokens))
-            if key in originals:
-                copies.append(request)
-            else:
-                originals[key] = request
-        copies.sort(key=lambda request: request.number)
-        self._slots.protect(originals.values())
-        for request in [*originals.values(), *copies]:
-            self._slots.take(request)
+        if count:
+            self._slots.admit([self._waiting.popleft() for _ in range(count)])
 
     def _prefill(self, budget: int) -> bool:
         """Read up to `budget` tokens of prompts in slot order, and return whether there were any.

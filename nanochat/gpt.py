@@ -588,21 +588,14 @@ class GPT(nn.Module):
 
 def _check(config: GPTConfig) -> None:
     """Raise UserError if no model can have these sizes and options."""
+    options = vars(config)
     if config.n_embd % config.n_head:
         raise UserError(
-            tr(
-                "n_embd must be a multiple of n_head, got {n_embd} and {n_head}",
-                n_embd=config.n_embd,
-                n_head=config.n_head,
-            )
+            tr("n_embd must be a multiple of n_head, got {n_embd} and {n_head}", **options)
         )
     if config.n_head % config.n_kv_head:
         raise UserError(
-            tr(
-                "n_head must be a multiple of n_kv_head, got {n_head} and {n_kv_head}",
-                n_head=config.n_head,
-                n_kv_head=config.n_kv_head,
-            )
+            tr("n_head must be a multiple of n_kv_head, got {n_head} and {n_kv_head}", **options)
         )
     if config.head_dim % (4 if config.offset_layers else 2):
         raise UserError(
@@ -618,22 +611,16 @@ def _check(config: GPTConfig) -> None:
                 "n_embd must be at least {smear_channels}, which the smear gate reads, "
                 "got {n_embd}",
                 smear_channels=SMEAR_CHANNELS,
-                n_embd=config.n_embd,
+                **options,
             )
         )
     if not 0 <= config.offset_layers <= config.n_layer:
         raise UserError(
             tr(
                 "offset_layers must be from 0 to {n_layer}, n_layer, got {offset_layers}",
-                n_layer=config.n_layer,
-                offset_layers=config.offset_layers,
+                **options,
             ),
             2,
         )
     if not config.window_pattern or set(config.window_pattern.upper()) - set("SL"):
-        raise UserError(
-            tr(
-                "window_pattern is made of S and L, got {window_pattern!r}",
-                window_pattern=config.window_pattern,
-            )
-        )
+        raise UserError(tr("window_pattern is made of S and L, got {window_pattern!r}", **options))

@@ -15,7 +15,7 @@ import numpy as np
 
 from nanochat.common import UserError, base_dir, tr, write_atomic, write_json
 from nanochat.data import bpe, tokenizer_file
-from nanochat.data.conversation import Conversation, Message, user
+from nanochat.data.conversation import Conversation, Message, alternating_turns
 from nanochat.data.limits import cores
 from nanochat.data.tokenizer_file import FILE_NAME
 
@@ -309,9 +309,9 @@ class Tokenizer:
         The assistant learns to write its words, its tool calls with both marks, and the end mark.
         It does not learn its start mark (which the program adds), the output of tools, the first
         `prompt_turns` turns, or turns with `trained=False`. Raises UserError if the turns are not
-        in order; see _alternating_turns().
+        in order; see alternating_turns().
         """
-        turns = _alternating_turns(conversation)
+        turns = alternating_turns(conversation)
         merged_turns = len(conversation.messages) - len(turns)  # 1 if a system turn was merged
         prompt_turns = conversation.prompt_turns - merged_turns
         ids = [self.bos]
@@ -403,7 +403,7 @@ def _check_request(vocab_size: int, pattern: str) -> None:
         )
 
 
-# --- texts and turns -----------------------------------------------------------------------------
+# --- texts ---------------------------------------------------------------------------------------
 
 
 def _all_short(texts: Sequence[str]) -> bool:
@@ -414,45 +414,3 @@ def _pieces(text: str) -> Iterator[str]:
     """Yield a text in pieces that are short enough for the regular expression."""
     for start in range(0, len(text), LONGEST_TEXT):
         yield text[start : start + LONGEST_TEXT]
-
-
-def _alternating_turns(conversation: Conversation) -> tuple[Message, ...]:
-    """Return the turns, with a system turn at the beginning merged into the user turn after it.
-
-    Raises UserError if there are no turns, if user and assistant do not then alternate, beginning
-    with the user, or if only the template of a published model can write the conversation.
-    """
-    messages = conversation.messages
-    if conversation.needs_template:
-        raise UserError(
-            tr(
-                "this model's chat format has no functions and no reasoning, only the "
-                "calculator; leave such conversations out, or fine-tune a published model"
-            )
-        )
-    if not messages:
-        raise UserError(tr("a conversation needs at least one turn, got none; add a user turn"))
-    if messages[0].role == "system":
-        if len(messages) < 2 or messages[1].role != "user":
-            raise UserError(
-                tr(
-                    "a system turn must be followed by a user turn, got {roles}; reorder the turns",
-                    roles=_roles(messages),
-                )
-            )
-        merged = user(f"{messages[0].text}\n\n{messages[1].text}")
-        messages = (merged, *messages[2:])
-    for i, message in enumerate(messages):
-        if message.role != ("user", "assistant")[i % 2]:
-            raise UserError(
-                tr(
-                    "after an optional system turn, user and assistant alternate, got "
-                    "{roles}; reorder them",
-                    roles=_roles(messages),
-                )
-            )
-    return messages
-
-
-def _roles(messages: Sequence[Message]) -> str:
-    return ", ".join(message.role for message in messages)

@@ -25,7 +25,6 @@ from nanochat.common import UserError, log, tr
 from nanochat.context import Packed
 from nanochat.data.sources.listing import name_of
 from nanochat.device import Compute, seed_all
-from nanochat.evals.preferences import PreferenceLoss, add_references
 from nanochat.meter import listed
 from nanochat.models.lora import LoraConfig
 from nanochat.models.nf4 import BITS
@@ -51,6 +50,7 @@ from nanochat.train.flags import (
     check_ranges,
 )
 from nanochat.train.forgetting import FIGURE, GeneralText, before_training, read_passages
+from nanochat.train.preferences import PreferenceLoss, add_references
 from nanochat.train.setup import set_up
 from nanochat.train.sizes import Batch
 from nanochat.train.validation import Validation, validation_line

@@ -15,9 +15,10 @@ from nanochat.data.conversation import chat
 from nanochat.data.corpora import Corpus
 from nanochat.data.mixing import Data
 from nanochat.data.shards import write_shards
-from nanochat.dataloader import IGNORED, MixedRows, Rows, Source, blend, epoch_order, make_step, steps
+from nanochat.dataloader import IGNORED, Rows, Source, epoch_order, make_step, steps
 from nanochat.prepare.conversations import prepare_conversations
 from nanochat.prepare.documents import prepare_documents
+from nanochat.prepare.interleave import MixedRows, blend
 from nanochat.prepare.plan import plan
 from nanochat.prepare.token_files import TokenSet
 from nanochat.tokenizer import Tokenizer

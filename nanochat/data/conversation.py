@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from nanochat.common import UserError, tr
+
 Role = Literal["system", "user", "assistant", "tool"]
 Kind = Literal["text", "python", "python_output"]
 
@@ -92,6 +94,48 @@ def assistant(*parts: str | Part) -> Message:
 def chat(question: str, *answer: str | Part) -> Conversation:
     """Return a conversation of one question and its answer."""
     return Conversation((user(question), assistant(*answer)))
+
+
+def alternating_turns(conversation: Conversation) -> tuple[Message, ...]:
+    """Return the turns, with a system turn at the beginning merged into the user turn after it.
+
+    Raises UserError if there are no turns, if user and assistant do not then alternate, beginning
+    with the user, or if only the template of a published model can write the conversation.
+    """
+    messages = conversation.messages
+    if conversation.needs_template:
+        raise UserError(
+            tr(
+                "this model's chat format has no functions and no reasoning, only the "
+                "calculator; leave such conversations out, or fine-tune a published model"
+            )
+        )
+    if not messages:
+        raise UserError(tr("a conversation needs at least one turn, got none; add a user turn"))
+    if messages[0].role == "system":
+        if len(messages) < 2 or messages[1].role != "user":
+            raise UserError(
+                tr(
+                    "a system turn must be followed by a user turn, got {roles}; reorder the turns",
+                    roles=_roles(messages),
+                )
+            )
+        merged = user(f"{messages[0].text}\n\n{messages[1].text}")
+        messages = (merged, *messages[2:])
+    for i, message in enumerate(messages):
+        if message.role != ("user", "assistant")[i % 2]:
+            raise UserError(
+                tr(
+                    "after an optional system turn, user and assistant alternate, got "
+                    "{roles}; reorder them",
+                    roles=_roles(messages),
+                )
+            )
+    return messages
+
+
+def _roles(messages: Sequence[Message]) -> str:
+    return ", ".join(message.role for message in messages)
 
 
 def words(parts: Sequence[Part]) -> str:

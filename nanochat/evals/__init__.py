@@ -8,7 +8,5 @@ the files in this order:
   model read a shared prefix only once. core.py (CORE) and choices.py (multiple choice) use both.
 - chat.py: evaluates chat tasks, by the logits of letters or by grading written replies.
 - records.py: saves every answer in a file.
-- preferences.py: computes the loss of DPO. references.py scores rows under the model as it is
-  before training, and saves the scores.
 - sandbox.py, sandbox_child.py, system_calls.py: run the programs that a model wrote for HumanEval.
 """

@@ -1,7 +1,7 @@
 """Measures bits per byte, a model's loss in a unit that does not depend on the tokenizer."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -31,6 +31,31 @@ class Batches(Protocol):
 
     @property
     def extras(self) -> tuple[str, ...]: ...
+
+
+def one_pass(
+    rows: dataloader.Source,
+    tokens: int,
+    device_batch_size: int,
+    compute: Compute,
+) -> Iterator[dataloader.Step]:
+    """Yield steps that together hold the first `tokens` tokens of the rows, for an evaluation.
+
+    Only whole rows count, at least one row and at most one epoch, and they are the same on any
+    number of ranks. Each step has one micro-batch per rank. A rank without a row in the last step
+    gets a row without targets, because a sharded model needs every rank.
+    """
+    num_rows = tokens // (rows.row_tokens - 1)
+    num_rows = max(min(num_rows, rows.count), 1)
+    rows_per_step = device_batch_size * compute.world_size
+    for first in range(0, num_rows, rows_per_step):
+        size = min(rows_per_step, num_rows - first)
+        step = dataloader.make_step(rows, first, size, device_batch_size, compute)
+        if not step.micro_batches:
+            inputs, targets, *extras = rows.batch(rows.plan_rows(first, 1))
+            no_targets = torch.full_like(targets, dataloader.IGNORED)
+            step.micro_batches.append(dataloader.pinned((inputs, no_targets, *extras), compute))
+        yield step
 
 
 @dataclass(frozen=True)
@@ -146,5 +171,5 @@ def evaluate_split(
             exit_code=2,
         )
     rows = dataloader.split_rows(data, tokenizer, split, row_tokens)
-    steps = dataloader.one_pass(rows, tokens, device_batch_size, compute)
+    steps = one_pass(rows, tokens, device_batch_size, compute)
     return evaluate_loss(model, steps, tokenizer.token_bytes(), compute)

@@ -11,7 +11,7 @@ been unused for longest.
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -214,17 +214,6 @@ class Slots:
         ]
         return min(max(lengths, default=0), request.prompt_length - 1)
 
-    def protect(self, requests: Iterable[Request]) -> None:
-        """For each request, mark the inactive slot with the longest reusable prefix as just used.
-
-        Admitting the requests therefore evicts other slots first.
-        """
-        for request in requests:
-            slot, length = self._longest_prefix(request, range(self.active, len(self.requests)))
-            donor = self.requests[slot]
-            if length and donor is not None:
-                donor.last_used = next(self._clock)
-
     def share(self, slot: int) -> None:
         """Give a prefilling slot the longest prefix of its prompt that another active slot holds.
 
@@ -287,7 +276,36 @@ class Slots:
 
     # --- coming and going ------------------------------------------------------------------------
 
-    def take(self, request: Request) -> None:
+    def admit(self, arrivals: Sequence[Request]) -> None:
+        """Give slots to requests, those with shorter prompts first.
+
+        Repeated prompts come last, because their slots copy those of the first ones.
+        """
+        originals: dict[tuple[str, tuple[int, ...]], Request] = {}  # by adapter and prompt
+        copies = []
+        for request in sorted(arrivals, key=lambda request: request.prompt_length):
+            key = (request.sampling.adapter, tuple(request.tokens))
+            if key in originals:
+                copies.append(request)
+            else:
+                originals[key] = request
+        copies.sort(key=lambda request: request.number)
+        self._protect(originals.values())
+        for request in [*originals.values(), *copies]:
+            self._take(request)
+
+    def _protect(self, requests: Iterable[Request]) -> None:
+        """For each request, mark the inactive slot with the longest reusable prefix as just used.
+
+        Admitting the requests therefore evicts other slots first.
+        """
+        for request in requests:
+            slot, length = self._longest_prefix(request, range(self.active, len(self.requests)))
+            donor = self.requests[slot]
+            if length and donor is not None:
+                donor.last_used = next(self._clock)
+
+    def _take(self, request: Request) -> None:
         """Give a request a slot, with the longest prefix of its prompt that it can reuse."""
         target = self.active
         if not self.cache.cuts_anywhere:

@@ -6,6 +6,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from nanochat.common import UserError, tr
+
 
 class RowSource(Protocol):
     """A set of rows in a known order: dataloader.Rows, or a mixture of such sets."""
@@ -131,3 +133,26 @@ class MixedRows:
             for tensor, source_tensor in zip(tensors, source_tensors, strict=True):
                 tensor[positions] = source_tensor
         return tensors
+
+
+def blend(
+    first: RowSource,
+    second: RowSource,
+    every: int,
+) -> MixedRows:
+    """Return a mixture in which one row in `every` comes from `second`, the others from `first`.
+
+    An epoch of the mixture is an epoch of `first`. Raises UserError (exit code 2) if `every` is
+    below 2.
+    """
+    if every < 2:
+        raise UserError(
+            tr(
+                "one row in N comes from the second set, so N must be 2 or more, got {every}",
+                every=every,
+            ),
+            2,
+        )
+    key = f"{first.key} {second.key} {every}"  # checkpoints contain this key
+    count = first.count * every // (every - 1)
+    return MixedRows([first, second], [every - 1, 1], count, key)

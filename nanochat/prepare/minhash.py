@@ -143,19 +143,8 @@ def near_duplicates(documents: Signatures) -> np.ndarray:
     band, so a few near-duplicates are not found.
     """
     is_duplicate = np.zeros(len(documents.bands), bool)
-    if not len(is_duplicate):
-        return is_duplicate
     for band in documents.bands.T:
-        # Sort by band, so that documents with an equal band are adjacent. The first document of
-        # each such group is its leader, with which the others are compared.
-        order = np.argsort(band, kind="stable")
-        sorted_band = band[order]
-        is_leader = np.ones(len(order), bool)
-        is_leader[1:] = sorted_band[1:] != sorted_band[:-1]
-        positions = np.where(is_leader, np.arange(len(order)), 0)
-        leader_positions = np.maximum.accumulate(positions)
-        later = order[~is_leader]
-        leaders = order[leader_positions[~is_leader]]
+        later, leaders = _with_leaders(band)
         for start in range(0, len(later), COMPARED):
             batch = later[start : start + COMPARED]
             batch_leaders = leaders[start : start + COMPARED]
@@ -163,3 +152,21 @@ def near_duplicates(documents: Signatures) -> np.ndarray:
             is_similar = equal_bins.mean(axis=1) >= SIMILAR
             is_duplicate[batch[is_similar]] = True
     return is_duplicate
+
+
+def _with_leaders(band: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the documents whose band an earlier one has, and for each the first such document.
+
+    `band` holds one band of every document.
+    """
+    # Sort by band, so that documents with an equal band are adjacent. The first document of each
+    # such group is its leader.
+    order = np.argsort(band, kind="stable")
+    sorted_band = band[order]
+    is_leader = np.ones(len(order), bool)
+    is_leader[1:] = sorted_band[1:] != sorted_band[:-1]
+    leader_positions = np.where(is_leader, np.arange(len(order)), 0)
+    last_leaders = np.maximum.accumulate(leader_positions)
+    leaders = order[last_leaders]
+    is_later = ~is_leader
+    return order[is_later], leaders[is_later]

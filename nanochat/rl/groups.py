@@ -40,9 +40,12 @@ class _Branch:
 
     def copy(self) -> "_Branch":
         """Return a branch with the same tokens but no members, and without pending tokens."""
-        reply = self.reply
-        copied = Completion(list(reply.tokens), list(reply.forced), list(reply.logprobs))
-        return _Branch([], copied, self.calls.copy(), self.length, self.cached)
+        reply = Completion(
+            tokens=list(self.reply.tokens),
+            forced=list(self.reply.forced),
+            logprobs=list(self.reply.logprobs),
+        )
+        return _Branch([], reply, self.calls.copy(), self.length, self.cached)
 
 
 @dataclass
@@ -83,10 +86,11 @@ class Groups:
         prompt are the same object. `on_done` is called with the index of each finished reply and
         the reply itself. Raises UserError if check_request() does.
         """
+        config = self.model.config
         longest = max(map(len, prompts), default=1)
-        room = min(longest + sampling.max_tokens, self.model.config.sequence_len)
+        room = min(longest + sampling.max_tokens, config.sequence_len)
         for prompt in prompts:
-            check_request(prompt, sampling, room, self.model.config.vocab_size)
+            check_request(prompt, sampling, room, config.vocab_size)
         seeds: list[int] = []
         for prompt in prompts:
             seeds += sample_seeds(sampling.seed, prompt, range(samples))
@@ -100,9 +104,15 @@ class Groups:
         cache = self._cache_for(_round_up(max(len(seeds), 1)), room)
         branches = []
         for number, prompt in enumerate(prompts):
-            members = list(range(number * samples, (number + 1) * samples))
-            calls = Calls(self.tokenizer)
-            branches.append(_Branch(members, Completion(), calls, len(prompt), cached=len(prompt)))
+            first_member = number * samples
+            branch = _Branch(
+                members=list(range(first_member, first_member + samples)),
+                reply=Completion(),
+                calls=Calls(self.tokenizer),
+                length=len(prompt),
+                cached=len(prompt),
+            )
+            branches.append(branch)
         logits = self._prefill(prompts, cache)
         while branches:
             branches = self._grow(branches, logits, cache)
@@ -134,16 +144,19 @@ class Groups:
         last_hidden = []
         for first in range(0, len(prompts), rows):
             pass_prompts = prompts[first : first + rows]
-            lengths = [len(prompt) for prompt in pass_prompts]
-            padded = [[*prompt, *[0] * (widest - len(prompt))] for prompt in pass_prompts]
+            count = len(pass_prompts)
+            padded = []
+            for prompt in pass_prompts:
+                padding = [0] * (widest - len(prompt))
+                padded.append([*prompt, *padding])
             idx = torch.tensor(padded).to(self.model.device)
-            count = torch.tensor(lengths).to(self.model.device)
-            slots = slice(first, first + len(pass_prompts))
-            context = Cached(cache, idx, slots, count, cached=[0] * len(pass_prompts), new=lengths)
+            new = [len(prompt) for prompt in pass_prompts]
+            lengths = torch.tensor(new).to(self.model.device)
+            slots = slice(first, first + count)
+            context = Cached(cache, idx, slots, lengths, cached=[0] * count, new=new)
             hidden = self.model.hidden(idx, context)
-            last_hidden.append(
-                hidden[torch.arange(len(pass_prompts), device=hidden.device), count - 1]
-            )
+            row = torch.arange(count, device=hidden.device)
+            last_hidden.append(hidden[row, lengths - 1])
         return self.model.logits(torch.cat(last_hidden))
 
     def _feed(self, branches: Sequence[_Branch], cache: Cache) -> Tensor:  # (branches, V)
@@ -166,11 +179,12 @@ class Groups:
         A branch whose replies choose different tokens is split. Branch i is in slot i of the cache,
         both before and after.
         """
-        ready = [slot for slot, branch in enumerate(branches) if not branch.pending]
-        if len(ready) < len(branches) and ready:
-            logits = logits[torch.tensor(ready, device=logits.device)]
-        chosen = self._choose([branches[slot].members for slot in ready], logits)
         stays = {slot: branch for slot, branch in enumerate(branches) if branch.pending}
+        ready = [slot for slot in range(len(branches)) if slot not in stays]
+        if stays and ready:
+            logits = logits[torch.tensor(ready, device=logits.device)]
+        groups = [branches[slot].members for slot in ready]
+        chosen = self._choose(groups, logits)
         new: list[tuple[_Branch, int]] = []  # with the slots to copy from
         for slot, options in zip(ready, chosen, strict=True):
             branch = branches[slot]
@@ -191,8 +205,11 @@ class Groups:
 
         Each entry of `groups` holds the indices of the replies that share a row of logits.
         """
-        rows = [row for row, members in enumerate(groups) for _ in members]
-        members = [member for group in groups for member in group]
+        rows: list[int] = []  # for each of the members, its row of the logits
+        members: list[int] = []
+        for row, group in enumerate(groups):
+            rows += [row] * len(group)
+            members += group
         chosen: list[dict[int, _Option]] = [{} for _ in groups]
         if not members:
             return chosen
@@ -201,7 +218,8 @@ class Groups:
             logits, rows, self._sampling, uniforms, self._banned, self.model.log_totals
         )
         for row, member, token, logprob in zip(rows, members, tokens, logprobs, strict=True):
-            chosen[row].setdefault(token, _Option(logprob)).members.append(member)
+            option = chosen[row].setdefault(token, _Option(logprob))
+            option.members.append(member)
         return chosen
 
     def _follow(self, branch: _Branch, token: int, logprob: float) -> bool:
@@ -253,8 +271,10 @@ class Groups:
         free = [slot for slot in range(count) if slot not in stays]
         moved = [*behind, *new]
         if moved:
+            sources = [source for _, source in moved]
             tokens = max(branch.cached for branch, _ in moved)
-            cache.move([source for _, source in moved], free, tokens)
-        by_slot = {slot: branch for slot, branch in stays.items() if slot < count}
-        by_slot |= {slot: branch for slot, (branch, _) in zip(free, moved, strict=True)}
+            cache.move(sources, free, tokens)
+        by_slot = dict(stays)
+        for slot, (branch, _) in zip(free, moved, strict=True):
+            by_slot[slot] = branch
         return [by_slot[slot] for slot in range(count)]

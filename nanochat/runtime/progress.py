@@ -22,9 +22,13 @@ TIME_UNITS = (
 
 
 def amount(value: float, unit: str) -> str:
-    """Format a quantity with its unit; bytes ("B") are shown in B, kB, MB or GB."""
+    """Format a quantity with its unit; bytes ("B") are shown in B, kB, MB or GB.
+
+    Other quantities are rounded to whole numbers or, below 10, to two digits.
+    """
     if unit != "B":
-        return f"{value:,.0f} {unit}"
+        number = f"{value:.2g}" if value < 10 else f"{value:,.0f}"
+        return f"{number} {unit}"
     for factor, name in BYTE_UNITS:
         if value >= factor:
             return f"{value / factor:.1f} {name}"
@@ -200,10 +204,7 @@ class Progress:
         own_work = self._own_work()
         if own_work <= 0 or seconds <= 0:
             return ""
-        rate = own_work / seconds
-        if self.unit != "B" and rate < 10:
-            return tr(", {rate:.2g} {unit}/s", rate=rate, unit=self.unit)
-        return tr(", {amount}/s", amount=amount(rate, self.unit))
+        return tr(", {amount}/s", amount=amount(own_work / seconds, self.unit))
 
     def _time_left(self, seconds: float) -> str:
         """Return the estimated time left as text, or "" if it cannot be estimated."""

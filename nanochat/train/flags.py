@@ -16,8 +16,9 @@ from nanochat.common import Rare as Rare
 from nanochat.common import UserError, log, tr, values_of, warn
 from nanochat.data.mixing import resolve_data
 from nanochat.data.sources.listing import name_of
-from nanochat.dataloader import Source, blend, split_rows
+from nanochat.dataloader import Source, split_rows
 from nanochat.platforms.operations import KernelChoice, Matmul
+from nanochat.prepare.interleave import blend
 from nanochat.runtime.parallel import Sharding
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import tuning_rules

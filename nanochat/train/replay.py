@@ -21,18 +21,20 @@ from nanochat.checkpoint_manager.load import load_published
 from nanochat.common import UserError, log, tr
 from nanochat.context import Packed
 from nanochat.data.conversation import Conversation, user
-from nanochat.dataloader import MixedRows, PackedRows, Rows, blend
+from nanochat.dataloader import Rows
 from nanochat.device import Compute
 from nanochat.engine import Engine
-from nanochat.evals.references import row_scores, saved_or_scored
 from nanochat.generate.sampling import Sampling
 from nanochat.prepare.conversations import conversation_folder, prepare_rendered
+from nanochat.prepare.interleave import MixedRows, blend
 from nanochat.prepare.plan import plan
 from nanochat.runtime import parallel
 from nanochat.runtime.progress import Progress, amount
 from nanochat.tokenizer import Rendered, Tokenizer
+from nanochat.train.chat_rows import PackedRows
 from nanochat.train.fit.memory import reachable
 from nanochat.train.flags import Auto
+from nanochat.train.references import row_scores, saved_or_scored
 
 VERSION = 2  # part of the key of the own words; raise it when the sampling changes
 # Tokens of own words if no text ended early. A long run reads them several times.

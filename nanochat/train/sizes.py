@@ -16,11 +16,12 @@ from nanochat.checkpoint_manager.families import on_meta
 from nanochat.common import UserError, log, required_appendix, tr, warn
 from nanochat.data.mixing import Data
 from nanochat.data.traits import traits
-from nanochat.dataloader import MixedRows, Rows, Source
+from nanochat.dataloader import Rows, Source
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
 from nanochat.model import ModelConfig
 from nanochat.platforms.operations import Matmul
+from nanochat.prepare.interleave import MixedRows
 from nanochat.runtime import parallel
 from nanochat.runtime.progress import amount, duration
 from nanochat.train import tuning_rules

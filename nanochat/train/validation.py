@@ -93,7 +93,7 @@ class Validation:
         samples.keep_replies(folder, step, self.prompts, self.model, self.tokenizer, self.compute)
 
     def _steps(self, device_batch_size: int) -> Iterator[dataloader.Step]:
-        return dataloader.one_pass(self.rows, self.tokens, device_batch_size, self.compute)
+        return loss.one_pass(self.rows, self.tokens, device_batch_size, self.compute)
 
 
 @contextlib.contextmanager

@@ -18,11 +18,12 @@ from nanochat.data.conversation import chat
 from nanochat.data.corpora import Corpus, shards
 from nanochat.data.mixing import resolve_data
 from nanochat.data.shards import batches, write_shards
-from nanochat.dataloader import Rows, Source, blend, split_rows, steps
+from nanochat.dataloader import Rows, Source, split_rows, steps
 from nanochat.device import Compute
 from nanochat.prepare import documents, token_files
 from nanochat.prepare.conversations import prepare_conversations
 from nanochat.prepare.documents import prepare_documents, work
+from nanochat.prepare.interleave import blend
 from nanochat.prepare.plan import plan
 from nanochat.tokenizer import Tokenizer
 
@@ -75,8 +76,8 @@ def seen(kind: str, world_size: int, first_step: int, count: int, device_batch_s
 @pytest.mark.parametrize("kind", ["web", "web:7,books:3", "books:1,web:1", "mid", "sft"])
 def test_rows_come_in_one_order_on_any_number_of_ranks_and_after_any_resume(kind):
     """T4. Injects: runs of 1, 2 and 4 ranks stop after 3, 7 and 12 steps, and resume on another number of ranks with
-    another device_batch_size, over documents, mixtures of corpora, the blend of mid_train, and SFT. Must follow: every
-    step holds the same rows in the same order as one unbroken run of one rank.
+    another device_batch_size, over documents, mixtures of corpora, the mixture of mid_train, and SFT. Must follow:
+    every step holds the same rows in the same order as an uninterrupted run on one rank.
 
     注入：1、2、4 个进程的训练在 3、7、12 步之后停止，换一个进程数和 device_batch_size 继续，涵盖文档、混合语料、
     mid 的掺混和 SFT。必须：每一步的数据行及其顺序，都与单个进程从不中断的训练相同。
@@ -182,8 +183,8 @@ def flipped(content: bytes, at: int) -> bytes:
 def test_a_corrupt_shard_is_refused_and_mended(processes, fault):
     """T17. Injects: a parquet shard with one bit flipped, its end cut off, or other bytes of the same length, prepared
     by one process or two. Must follow: the preparation is refused, the message names the shard and the command that
-    repairs it, and no token of the shard is kept; with the shard restored, the same command resumes, and the tokens
-    are right.
+    repairs it, and no token of the shard is kept; with the shard restored, the same command resumes, and the tokens are
+    correct.
 
     注入：一个 parquet 分片翻转一个比特、截去末尾，或换成等长的其他字节，由一个或两个进程预处理。必须：拒绝并指出是
     哪个分片以及修复的命令，不留下它的任何词元；放回分片后，同一条命令继续，词元正确。
@@ -229,8 +230,8 @@ def test_no_flipped_bit_of_a_shard_changes_what_is_read():
 )
 def test_a_corrupt_token_file_is_refused_and_the_command_it_names_mends_it(suffix, fault):
     """T17. Injects: a token file (.bin) or its offsets (.idx) with one bit flipped, cut short, too long or empty. Must
-    follow: the next start is refused before its first step, and the message names the file; the command in the
-    message, and then the command of the run again, rebuild the file, and the rows are the same.
+    follow: the next start is refused before its first step, and the message names the file; the command in the message,
+    and then the command of the run again, rebuild the file, and the rows are the same.
 
     注入：词元文件（.bin）或其偏移（.idx）翻转一个比特、变短、变长或变空。必须：下次启动在第一步之前拒绝，并指出是哪
     个文件；照消息中的命令做，再输入同一条命令，就会重新生成这一部分，数据行相同。
@@ -293,8 +294,8 @@ def test_a_corrupt_plan_is_rebuilt(name, fault, capsys):
 @pytest.mark.parametrize("name", ["meta.json", "shard_00001.json", "checked.json"])
 def test_a_corrupt_note_costs_at_most_its_part(name):
     """T17. Injects: garbage in one of the JSON files that describe the token files. Must follow: the description of a
-    shard is rebuilt with its shard, and the record of past checks is ignored; for the description of the whole set,
-    the message names the file to remove. The tokens stay right.
+    shard is rebuilt with its shard, and the record of past checks is ignored; for the description of the whole set, the
+    message names the file to remove. The tokens stay correct.
 
     注入：词元文件旁的说明被写成乱码。必须：单个分片的说明随分片重新生成；只记录检查结果的说明被忽略；整个集合的说明
     损坏时，报错指出要删除的文件；词元始终正确。
@@ -332,9 +333,8 @@ def test_files_are_hashed_again_only_when_they_have_changed(monkeypatch):
 
 
 def test_token_files_of_earlier_versions_are_still_read():
-    """T17. Injects: token files and a plan of an early version, without the notes and hashes that later versions
-    write. Must follow: they are read as they are, and give the same rows under the same key, so that checkpoints
-    resume.
+    """T17. Injects: token files and a plan of an early version, without the notes and hashes that later versions write.
+    Must follow: they are read as they are, and give the same rows under the same key, so that checkpoints resume.
 
     注入：词元文件和打包方案没有后来版本留下的说明和哈希。必须：照原样读取，数据行和标识不变，因此检查点可以继续。
     """

@@ -113,7 +113,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_every_field_of_a_checkpoint_is_checked(wrong: str, step: Path) -> None:
     """T50. Injects: a meta.json with valid hashes whose fields are missing, have other types, or describe a million
-    layers, a context of 10^12 tokens and other models that no memory holds. Must follow: the file is refused in one
+    layers, a context of 10^12 tokens and other models that fit into no memory. Must follow: the file is refused in one
     line, before memory is allocated.
 
     注入：哈希正确的 meta.json，但其中的字段缺失、类型不对，或描述了一百万层、10^12 个词元的上下文等内存装不下的模型。
@@ -150,8 +150,8 @@ OTHER_FILES: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("other", OTHER_FILES)
 def test_a_description_that_is_no_ordinary_json_is_refused(other: str, step: Path, tmp_path: Path) -> None:
-    """T51. Injects: pipes, /dev/zero, files of 1 TB, 200,000 nested lists and bytes in place of meta.json,
-    corpus.json, tokenizer.json and a saved chat. Must follow: the file is refused in one line, and nothing hangs.
+    """T51. Injects: pipes, /dev/zero, files of 1 TB, 200,000 nested lists and bytes in place of meta.json, corpus.json,
+    tokenizer.json and a saved chat. Must follow: the file is refused in one line, and nothing hangs.
 
     注入：用管道、/dev/zero、1 TB 的文件、嵌套二十万层的列表和乱码字节代替 meta.json、corpus.json、tokenizer.json
     和保存的对话。必须：用一行话拒绝，不会卡住。
@@ -263,9 +263,9 @@ def repeat(path: Path, text: str, rows: int, **columns: Any) -> None:
 
 
 def test_a_small_parquet_file_cannot_fill_the_memory(tmp_path: Path) -> None:
-    """T55. Injects: parquet files of less than 1 kB that unpack to 8 GB, as shard, as own file and as rows of a task,
-    and one of 4 MB whose one text is repeated 500 times. Must follow: the small files are refused in one line, and the
-    large one is read with less than 1 GB of memory.
+    """T55. Injects: parquet files of less than 1 kB that unpack to 8 GB, as a shard, as a user's file and as rows of a
+    task, and a file of 4 MB that repeats one text 500 times. Must follow: the small files are refused in one line, and
+    the large one is read with less than 1 GB of memory.
 
     注入：不到 1 kB、展开后 8 GB 的 parquet 文件，分别作为分片、自己的文件和任务的数据；以及一个 4 MB、
     把同一段文字重复 500 遍的文件。必须：前者用一行话拒绝，后者读取时占用内存不到 1 GB。
@@ -310,8 +310,8 @@ ALIASES = "\n".join(
     ids=["lists", "maps", "aliases", "a number", "a list", "NUL", "a task that is a list"],
 )
 def test_a_bundle_that_unfolds_is_refused(text: str, tmp_path: Path) -> None:
-    """T56. Injects: a core.yaml with 50,000 nested lists, with aliases that unfold to 9^11 entries, and of other
-    types; a pipe and /dev/zero in its place. Must follow: the file is refused in one line.
+    """T56. Injects: a core.yaml with 50,000 nested lists, with aliases that unfold to 9^11 entries, and of other types;
+    a pipe and /dev/zero in its place. Must follow: the file is refused in one line.
 
     注入：core.yaml 里嵌套五万层列表，或用别名展开成 9^11 项，或类型不对；或者用管道和 /dev/zero 代替它。
     必须：用一行话拒绝。
@@ -330,9 +330,9 @@ def test_a_bundle_that_unfolds_is_refused(text: str, tmp_path: Path) -> None:
     ids=["lists", "objects", "no UTF-8", "a number", "a text that is a list", "messages that are no list"],
 )
 def test_a_line_that_is_nested_too_deeply_is_named(line: str, tmp_path: Path) -> None:
-    """T57. Injects: JSON lines with 200,000 nested lists, bytes that are not UTF-8 and values of other types, as own
-    texts, own conversations and problems of CORE. Must follow: the file is refused in one line that names the file and
-    the line.
+    """T57. Injects: JSON lines with 200,000 nested lists, bytes that are not UTF-8 and values of other types, as a
+    user's texts, a user's conversations and problems of CORE. Must follow: the file is refused in one line that names
+    the file and the line.
 
     注入：JSON 行里嵌套二十万层列表，含有不是 UTF-8 的字节或类型不对的值，分别作为自己的文本、自己的对话和 CORE 的题目。
     必须：用一行话拒绝，并指出文件和行号。
@@ -353,7 +353,7 @@ def test_names_and_reasons_cannot_control_the_terminal(
 ) -> None:
     """T58. Injects: terminal escapes, a bell, marks that turn the direction of text, and bytes that are not UTF-8 in
     the names of a corpus, a file and a checkpoint, and in the reason of a refusal. Must follow: messages, warnings and
-    the log show them as \\\\x1b and the like, and a terminal obeys none.
+    the log show them as \\\\x1b and the like, and a terminal obeys none of them.
 
     注入：语料、文件和检查点的名字里，以及拒绝的理由里，含有终端控制序列、响铃、改变文字方向的记号和不是 UTF-8 的字节。
     必须：报错、警告和日志都把它们显示成 \\\\x1b 之类，终端不会执行。
@@ -376,7 +376,7 @@ def test_names_and_reasons_cannot_control_the_terminal(
 
 def test_the_edge_of_every_script_prints_no_escape(tmp_path: Path) -> None:
     """T58. Injects: a command line that names a corpus with terminal escapes. Must follow: exit code 2 and one message
-    without them.
+    without the escapes.
 
     注入：命令行里的语料名含有终端控制序列。必须：以退出码 2 结束，只有一条消息，其中没有控制序列。
     """

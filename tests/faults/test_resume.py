@@ -39,8 +39,8 @@ def figures(base: Path) -> list[Any]:
 
 
 def test_ten_steps_and_ten_more_are_twenty_on_two_ranks(straight: Path, fresh: Path, pool: Pool) -> None:
-    """T2. Injects: a run of two ranks stops after 10 of 20 steps, and resumes. Must follow: the parameters, the
-    optimizer state of each rank and the figures equal those of an unbroken run, bit for bit.
+    """T2. Injects: a run of two ranks stops after 10 of 20 steps, and resumes. Must follow: the parameters, each rank's
+    optimizer state and the figures are the same as in an uninterrupted run, bit for bit.
 
     注入：两个进程在 20 步中的第 10 步停止，再继续。必须：参数、各进程的优化器状态和指标与不停止的训练逐位相同。
     """
@@ -51,8 +51,8 @@ def test_ten_steps_and_ten_more_are_twenty_on_two_ranks(straight: Path, fresh: P
 
 
 def test_other_numbers_of_ranks_and_another_sharding_go_on(straight: Path, fresh: Path, pool: Pool) -> None:
-    """T3. Injects: a run of two ranks resumes with four that shard the parameters too, and then with one. Must follow:
-    every step is taken once, and the losses equal those of two ranks to 1e-4.
+    """T3. Injects: a run of two ranks resumes on four ranks that also shard the parameters, and then on one. Must
+    follow: every step is taken once, and the losses differ from the losses of two ranks by at most 1e-4.
 
     注入：两个进程的训练改由四个进程继续，并且连参数也分片，随后再改由一个进程继续。必须：每一步恰好进行一次，
     损失与两个进程的相差不超过 1e-4。
@@ -105,7 +105,7 @@ def with_other_code(compute: Compute, changes: dict[str, Any]) -> None:
 
 def test_changed_code_is_refused_unless_accepted(fresh: Path, pool: Pool) -> None:
     """T19. Injects: a file of the program is changed between two starts. Must follow: every rank refuses and names the
-    file and both hashes; with --other_code the run resumes, and says that the code is not the same.
+    file and both hashes; with --other_code the run resumes, and says that the code is different.
 
     注入：两次启动之间改了程序的一个文件。必须：每个进程都拒绝，
     说明是哪个文件以及前后的哈希；给出 --other_code 则继续，并说明已不是同一次训练。
@@ -141,8 +141,8 @@ DIFFERENT = {"seed": "setting seed is 7 on rank 1, 42 on rank 0", "code": "nanoc
 
 @pytest.mark.parametrize("kind", sorted(DIFFERENT))
 def test_ranks_that_differ_are_refused(fresh: Path, pool: Pool, kind: str) -> None:
-    """T20. Injects: one rank starts with another seed, another file of the program, or other rows of data. Must
-    follow: every rank refuses before the first step and names the rank and the difference; nothing is saved.
+    """T20. Injects: one rank starts with another seed, another file of the program, or other rows of data. Must follow:
+    every rank refuses before the first step and names the rank and the difference; nothing is saved.
 
     注入：某个进程的种子、程序文件或数据行与其他进程不同。必须：每个进程都在第一步
     之前拒绝，并说明是哪个进程、差别在哪里；什么也不保存。

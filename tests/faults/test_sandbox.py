@@ -99,8 +99,8 @@ def test_a_program_gets_no_second_process_and_leaves_no_orphan(run: Run) -> None
 def test_a_program_has_no_rights_and_writes_nothing_outside_its_folder(run: Run, tmp_path: Path) -> None:
     """T41. Injects: programs that count their capabilities and write to /etc, /root, /tmp, /dev/shm, the folder above
     their own and a folder that everybody may write to, in both tiers, started by root and by a plain user. Must follow:
-    the program is not root, has no capability and can win none back; every write fails, and those in its own folder
-    work.
+    the program is not root, has no capability and cannot regain one; writes to its own folder succeed, and all other
+    writes fail.
 
     注入：在两个等级里，分别由 root 和普通用户启动程序，让它数自己的 capability，并向 /etc、/root、/tmp、/dev/shm、
     上一级目录和一个人人可写的目录写文件。必须：程序不是 root，没有任何 capability，也拿不回来；每次写入都失败，
@@ -175,7 +175,7 @@ def test_a_program_that_would_keep_its_rights_does_not_start(start: str, monkeyp
 
 def test_shared_memory_does_not_pass_the_limits(run: Run) -> None:
     """T43. Injects: programs that ask for SysV shared memory, semaphores and message queues, POSIX message queues and
-    anonymous files, 1 GB in all. Must follow: each call is refused, and nothing of them is left on the machine.
+    anonymous files, 1 GB in all. Must follow: each call is refused, and none of these objects is left on the machine.
 
     注入：程序申请 SysV 共享内存、信号量和消息队列，POSIX 消息队列，以及匿名文件，共 1 GB。必须：每次调用都被拒绝，
     机器上什么也不留下。
@@ -199,7 +199,7 @@ print(call("shmget", 0, 1 << 30, 0o1600), call("semget", key, 1, 0o1600), call("
 
 def test_the_keys_of_the_session_cannot_be_read(run: Run) -> None:
     """T44. Injects: a key in the session keyring of the process that starts the sandbox, and programs that search for
-    the key, read it by its number, and add one of their own. Must follow: every attempt is refused.
+    the key, read it by its number, and add a key of their own. Must follow: every attempt is refused.
 
     注入：启动沙箱的进程在会话密钥环里有一把密钥，程序按名字查找它、按编号读取它，并添加自己的密钥。必须：每次尝试都被拒绝。
     """
@@ -267,9 +267,9 @@ socket.socketpair()
 
 
 def test_other_processes_cannot_be_signalled_or_read(run: Run) -> None:
-    """T46. Injects: programs that signal their supervisor, the process that started it and all processes (with
-    signal 0, which only asks for permission), read their limits and open their memory. Must follow: every attempt
-    fails, and the evaluation gets its verdict.
+    """T46. Injects: programs that signal their supervisor, the process that started it and all processes (with signal
+    0, which only asks for permission), read their limits and open their memory. Must follow: every attempt fails, and
+    the evaluation gets its verdict.
 
     注入：程序向监督进程、启动它的进程和所有进程发信号（信号 0，只检验权限），读取它们的资源上限，
     并打开它们的内存。必须：每次尝试都失败，评测照常得到结论。
@@ -364,7 +364,7 @@ def test_what_the_page_admits_is_true(run_in_either_tier: Run) -> None:
 def test_a_pass_cannot_be_read_and_repeated(run_in_either_tier: Run, cheat: str) -> None:
     """T47. Injects: programs that look for the proof of a pass in frames, in all objects, in open files and in the
     functions around them, write what they find to every open file, and leave early with status 0, all in plain Python.
-    Must follow: none has passed. A program that calls exit() of the C library, or whose objects equal everything, can
+    Must follow: no program passes. A program that calls exit() of the C library, or whose objects equal everything, can
     pass: it shares a process with its tests.
 
     注入：程序只用 Python，在栈帧、所有对象、打开的文件和外层函数里寻找“通过”的凭据，把找到的写进每个打开的文件，

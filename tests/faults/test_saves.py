@@ -167,9 +167,9 @@ def go_on(compute: Compute, folder: Path) -> tuple[int, dict[str, Tensor], Any, 
 
 @pytest.mark.parametrize("files", FORMS)
 def test_a_kill_between_the_files_and_their_name(tmp_path: Path, pool: Pool, files: Files) -> None:
-    """T6. Injects: kill -9 of rank 0 of two, when all files are written but their folder does not have its final name
-    yet. Must follow: the other rank ends too; the next start resumes from the previous step, and removes the
-    unfinished one.
+    """T6. Injects: kill -9 of rank 0 of two, after all files are written but before their folder has its final name.
+    Must follow: the other rank exits too; the next start resumes from the previous step, and removes the unfinished
+    one.
 
     注入：两个进程中的 0 号进程在文件都已写好、目录尚未定名时被 kill -9。必须：另一个进程也结束；
     下次启动从前一步继续，并清除残留。
@@ -252,9 +252,9 @@ def test_damage_to_any_file_falls_back_one_step(
     tmp_path: Path, pool: Pool, twice: Callable[[Files, Path], Any], files: Files, name: str,
     damage: Callable[[Path], None],
 ) -> None:  # fmt: skip
-    """T7. Injects: one bit of one file of the newest step is flipped, half of it is cut off, or it is removed, for
-    each file of two ranks, with the parameters in one file or in a file per rank. Must follow: both ranks resume from
-    the previous step, bit for bit, and a message names the damaged file.
+    """T7. Injects: one bit of one file of the newest step is flipped, half of it is cut off, or it is removed, for each
+    file of two ranks, with the parameters in one file or in a file per rank. Must follow: both ranks resume from the
+    previous step, bit for bit, and a message names the damaged file.
 
     注入：两个进程最新一步的每个文件（参数合为一个文件，或每个进程一个），翻转一个比特，截去一半，或整个删除。必须：两个进程都从前一步逐位继续，
     并指出损坏的文件。
@@ -291,8 +291,8 @@ def killed_while_writing(compute: Compute, folder: Path, files: Files, name: str
     ("files", "name"), [("one", "model.safetensors"), ("one", STATES[1]), *(("per_rank", name) for name in PARTS)]
 )
 def test_a_kill_while_a_file_is_written(tmp_path: Path, pool: Pool, files: Files, name: str) -> None:
-    """T6. Injects: kill -9 of the rank of two that writes a file, when half of the file is written. Must follow: the
-    other rank ends too; the next start resumes from the previous step, and removes the unfinished one.
+    """T6. Injects: kill -9 of one of two ranks while it writes a file, when half of the file is written. Must follow:
+    the other rank exits too; the next start resumes from the previous step, and removes the unfinished one.
 
     注入：两个进程之一写文件写到一半时被 kill -9。必须：另一个进程也结束；下次启动从前一步继续，
     并清除残留。
@@ -312,7 +312,7 @@ def test_an_index_that_names_a_missing_file(
     tmp_path: Path, pool: Pool, twice: Callable[[Files, Path], Any], sealed: bool
 ) -> None:
     """T7. Injects: the index of the newest step names a file that no rank wrote, and the recorded hash of the index is
-    wrong, or right. Must follow: both ranks resume from the previous step, and a message names the index, or the
+    either wrong or right. Must follow: both ranks resume from the previous step, and a message names the index, or the
     missing file.
 
     注入：最新一步的索引指向一个并不存在的文件，其哈希不符，或者相符。必须：两个进程都从前一步继续，
@@ -360,8 +360,8 @@ def on_a_full_disk(compute: Compute, folder: Path, files: Files, name: str) -> l
 )
 def test_a_full_disk_ends_the_save_on_all_ranks(tmp_path: Path, pool: Pool, files: Files, name: str) -> None:
     """T9. Injects: the disk is full when one of two ranks writes its file. Must follow: the save fails on both ranks
-    with the name of that file, the files written so far are removed, and the previous step stays; once there is room,
-    the next save works.
+    with a message that names the file, the files written so far are removed, and the previous step stays; once there is
+    room, the next save works.
 
     注入：两个进程之一写文件时磁盘已满。必须：保存在两个进程上都失败并指出文件名，已写的部分被清除，前一步仍在；
     有空间之后下一次保存成功。
@@ -390,8 +390,8 @@ def killed_while_removing(compute: Compute, folder: Path) -> None:
 
 
 def test_a_kill_while_old_steps_are_removed(tmp_path: Path, pool: Pool) -> None:
-    """T18. Injects: kill -9 in the middle of removing an old step. Must follow: the new step is whole, and the run
-    resumes from it, bit for bit; the remaining half of the old step does not count as a step and is removed.
+    """T18. Injects: kill -9 in the middle of removing an old step. Must follow: the new step is complete, and the run
+    resumes from it, bit for bit; what remains of the old step does not count as a step and is removed.
 
     注入：正在删除旧的一步时 kill -9。必须：新的一步完整，并由它逐位继续；旧的一步剩下的一半不算检查点，并被清除。
     """

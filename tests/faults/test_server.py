@@ -65,8 +65,8 @@ def test_more_connections_than_the_server_holds(sent: bytes) -> None:
 
 
 def test_one_address_does_not_take_all_connections() -> None:
-    """T22. Injects: one address opens more connections than an address may. Must follow: only connections of this
-    address close; those of others stay open.
+    """T22. Injects: one address opens more connections than one address is allowed. Must follow: only connections from
+    this address are closed; connections from other addresses stay open.
 
     注入：同一个地址建立的连接超过单个地址的上限。必须：只关闭这个地址的连接，别的地址不受影响。
     """
@@ -83,7 +83,8 @@ def test_one_address_does_not_take_all_connections() -> None:
 @pytest.mark.parametrize("sent", SILENCES.values(), ids=SILENCES)
 def test_clients_that_never_finish(sent: bytes) -> None:
     """T23. Injects: clients that connect and send nothing, or stop in the middle of their headers or of their body.
-    Must follow: each is closed at its deadline, and one that had begun is told why with status 408.
+    Must follow: each connection is closed at its deadline, and a client that had begun a request is told why with
+    status 408.
 
     注入：客户端连上后什么都不发，或者在请求头、请求体中途停下。必须：到期即关闭连接；已经开始发送的，用 408 说明原因。
     """
@@ -138,8 +139,8 @@ def test_clients_that_do_not_read() -> None:
 
 
 def test_large_prompts() -> None:
-    """T26. Injects: 200 requests of 173 kB at once, with thousands of messages or one endless word. Must follow:
-    health and a small chat are answered before the large requests are; none of those with too many messages is encoded.
+    """T26. Injects: 200 requests of 173 kB at once, with thousands of messages or one endless word. Must follow: a
+    health check and a small chat are answered before the large requests; no request with too many messages is encoded.
 
     注入：同时发来 200 个 173 kB 的请求，内容是几千条消息，或者一个没有尽头的词。必须：健康检查和小请求先得到回答；
     消息过多的请求在编码之前就被拒绝。
@@ -191,8 +192,8 @@ LEAVES = {
 
 @pytest.mark.parametrize("sent", LEAVES.values(), ids=LEAVES)
 def test_clients_that_leave(sent: bytes, capfd: pytest.CaptureFixture[str]) -> None:
-    """T28. Injects: clients that leave in the headers, in the body, before or in the answer, or after bytes that are
-    not HTTP. Must follow: nothing is written to the log, and no place stays taken.
+    """T28. Injects: clients that disconnect during the headers, during the body, before or during the answer, or after
+    bytes that are not HTTP. Must follow: nothing is written to the log, and no place stays occupied.
 
     注入：客户端在请求头、请求体、回答之前或回答中途离开，或者发来不是 HTTP 的字节。必须：日志里什么也不写，
     名额全部归还。
@@ -218,8 +219,8 @@ ENDLESS = {
 
 @pytest.mark.parametrize(("status", "sent"), ENDLESS.items())
 def test_endless_bodies_after_an_early_answer(status: str, sent: bytes) -> None:
-    """T29. Injects: a body without end after a request that is answered before its body. Must follow: the client can
-    read the answer, and the server stops reading and closes.
+    """T29. Injects: an endless body after a request that is answered before its body is read. Must follow: the client
+    can read the answer, and the server stops reading and closes.
 
     注入：服务在请求体之前就已经回答，客户端仍无休止地发送请求体。必须：客户端能读到回答；服务不再读取，并关闭连接。
     """

@@ -91,7 +91,7 @@ def one_whole_step(run: Launch) -> int:
 @pytest.mark.parametrize("whom", ["the launcher", "rank 1"])
 def test_sigterm_saves_on_every_rank(base_folder: Path, whom: str) -> None:
     """T10. Injects: SIGTERM to the launcher of two ranks, or to one rank, in the middle of training. Must follow: both
-    ranks save the step they are at, and end with code 0; no step that was logged is lost.
+    ranks save their current step and exit with code 0; no step that was logged is lost.
 
     注入：训练途中向两个进程的启动器，或者其中一个进程发送 SIGTERM。必须：两个进程都保存当前这一步并以 0 退出；
     已记录的步一步也不丢。
@@ -109,7 +109,7 @@ def test_sigterm_saves_on_every_rank(base_folder: Path, whom: str) -> None:
 
 def test_sigterm_in_an_evaluation_saves_on_every_rank(base_folder: Path) -> None:
     """T10. Injects: SIGTERM to one rank of two in the middle of an evaluation that never ends. Must follow: both ranks
-    leave the evaluation, save the step before it and end with code 0; the next start runs the evaluation.
+    leave the evaluation, save the step before it and exit with code 0; the next start runs the evaluation.
 
     注入：在一次不会结束的评测途中，向两个进程之一发送 SIGTERM。必须：两个进程都离开评测，保存评测之前的那一步，
     并以 0 退出；下次启动补做评测。
@@ -129,8 +129,8 @@ def test_sigterm_in_an_evaluation_saves_on_every_rank(base_folder: Path) -> None
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_dead_rank_ends_the_others_by_name(base_folder: Path, rank: int) -> None:
-    """T11. Injects: kill -9 of one rank of two. Must follow: the other rank and the launcher end by themselves, naming
-    the dead rank and the step; the newest save is whole.
+    """T11. Injects: kill -9 of one rank of two. Must follow: the other rank and the launcher exit by themselves, and
+    name the dead rank and the step; the newest save is complete.
 
     注入：kill -9 两个进程之一。必须：另一个进程和启动器自行结束，并指出死掉的进程和所在的步；最新的保存完整。
     """
@@ -144,8 +144,8 @@ def test_a_dead_rank_ends_the_others_by_name(base_folder: Path, rank: int) -> No
 
 
 def test_a_hung_rank_ends_the_others_by_name(base_folder: Path) -> None:
-    """T12. Injects: one rank of two waits for ever in step 7. Must follow: within --hang_seconds both ranks and the
-    launcher end by themselves, naming the hung rank, the step and the line; the newest save is whole.
+    """T12. Injects: one rank of two waits forever in step 7. Must follow: within --hang_seconds both ranks and the
+    launcher exit by themselves, and name the hung rank, the step and the line; the newest save is complete.
 
     注入：两个进程之一在第 7 步永远等待。必须：在 --hang_seconds 之内，两个进程和启动器自行结束，
     并指出卡住的进程、所在的步和代码行；最新的保存完整。
@@ -159,8 +159,7 @@ def test_a_hung_rank_ends_the_others_by_name(base_folder: Path) -> None:
 
 def test_a_run_that_lost_a_rank_is_started_again(base_folder: Path, tmp_path: Path, pool: Pool) -> None:
     """T11. Injects: kill -9 of one rank of two under runs/supervise.sh, which saves every 5 of 20 steps. Must follow:
-    the script starts the run again with a fresh rendezvous, and the result equals that of a run without a fault, bit
-    for bit.
+    the script restarts the run with a fresh rendezvous, and the result is the same as without the fault, bit for bit.
 
     注入：在 runs/supervise.sh 之下 kill -9 两个进程之一，20 步中每 5 步保存一次。必须：它以新的会合点重新启动，
     最终结果与没有故障的训练逐位相同。

@@ -75,8 +75,8 @@ def test_a_nan_on_one_rank_is_skipped_on_all(pool: Pool) -> None:
 
 def test_a_spike_on_one_rank_is_skipped_on_all(pool: Pool) -> None:
     """T15. Injects: the gradients of one rank of two are 1,000 times too large in one step. Must follow: both ranks
-    skip the step before anything changes, because its gradient norm is more than six sigma above those of the last 128
-    steps, and both take the next step in the same way.
+    skip the step before anything changes, because its gradient norm is more than six sigma above the norms of the last
+    128 steps, and both take the next step in the same way.
 
     注入：两个进程之一在某一步的梯度大了 1,000 倍。必须：两个进程都因为它高出最近 128 步六个标准差以上而跳过这一步，
     什么都不改变，并照常进行下一步。

@@ -16,6 +16,7 @@ APPENDICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cpu": (("platforms/cpu",), ()),
     "nvidia": (("platforms/nvidia",), ()),
     "ascend": (("platforms/ascend",), ()),
+    "apple": (("platforms/apple",), ()),
     "models": (("models", "platforms/qwen_layers.py", "checkpoint_manager/huggingface"), ()),
     "serve": (("serve",), ("serve/__init__.py", "serve/cli", "serve/formats", "serve/chosen.py")),
     "rl": (("rl",), ()),

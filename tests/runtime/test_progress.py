@@ -16,6 +16,8 @@ from nanochat.runtime.progress import Progress, amount, duration, memory, plain_
         (2.5e6, "B", "2.5 MB"),
         (3e9, "B", "3.0 GB"),
         (1234, "rows", "1,234 rows"),
+        (7, "rows", "7 rows"),
+        (0.524, "rows", "0.52 rows"),
     ],
 )
 def test_amounts_are_short(value, unit, text):

@@ -10,8 +10,8 @@ from nanochat.checkpoint_manager.load import load_model
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError
 from nanochat.device import Compute
-from nanochat.evals import preferences
 from nanochat.runtime.tracking import read_metrics
+from nanochat.train import preferences
 from nanochat.train.tuning_rules import TUNING_RATE_RULE
 from scripts import finetune
 from tests.emulated_npu.worker import run_ranks, skip_without_compiler

@@ -69,8 +69,8 @@ TEXT = (
 
 [中文](reliability.zh.md)
 
-This page lists faults that may hit a run, and what must follow each of them. Each row is a test that injects the fault.
-A run of all these tests writes this page, so do not edit it:
+This page lists faults that can hit a run, and what must happen after each of them. Each row is a test that injects the fault.
+Running all of these tests writes this page, so do not edit it by hand:
 
 ```bash
 bash test.sh tests/faults

@@ -11,7 +11,7 @@ from nanochat.checkpoint_manager.huggingface.base import open_base
 from nanochat.checkpoint_manager.load import load_published
 from nanochat.common import UserError
 from nanochat.context import Packed
-from nanochat.dataloader import MixedRows
+from nanochat.prepare.interleave import MixedRows
 from nanochat.train import replay
 from nanochat.train.chat_rows import chat_rows
 from tasks.mixtures import own_conversations

@@ -50,7 +50,7 @@ class _Inverse(torch.autograd.Function):
         s = 1
         while s < C:
             n = C // (2 * s)
-            grid = matrix.unflatten(-1, (n, 2 * s)).unflatten(-3, (n, 2 * s))
+            grid = matrix.unflatten(-1, (n, 2 * s)).unflatten(-3, (n, 2 * s))  # n x n blocks
             pairs = grid.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)  # (..., n, 2s, 2s)
             below = pairs[..., s:, :s]  # (..., n, s, s)
             upper = inverses[..., 0::2, :, :]
@@ -150,8 +150,10 @@ def unit(x: Tensor) -> Tensor:
 def _in_chunks(x: Tensor, chunks: int, size: int) -> Tensor:
     """Return x (B, T, H, ...) as chunks (N, B, H, C, ...), padded with zeros at the end."""
     padding = chunks * size - x.size(1)
-    x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, padding))
-    return x.unflatten(1, (chunks, size)).movedim(1, 0).transpose(2, 3).contiguous()
+    no_padding = (0, 0) * (x.dim() - 2)  # of the dimensions behind T
+    padded = F.pad(x, (*no_padding, 0, padding))
+    split = padded.unflatten(1, (chunks, size))  # (B, N, C, H, ...)
+    return split.movedim(1, 0).transpose(2, 3).contiguous()
 
 
 def _visibility(documents: Tensor, chunks: int, size: int) -> tuple[Tensor, Tensor]:
@@ -162,7 +164,8 @@ def _visibility(documents: Tensor, chunks: int, size: int) -> tuple[Tensor, Tens
     """
     padding = chunks * size - documents.size(1)
     padded = F.pad(documents[None].float(), (0, padding), mode="replicate")[0]
-    document = padded.unflatten(1, (chunks, size)).movedim(1, 0)[:, :, None, None]
+    split = padded.unflatten(1, (chunks, size)).movedim(1, 0)  # (N, B, C)
+    document = split[:, :, None, None]  # (N, B, 1, 1, C)
     first = document[:1, ..., :1]
     last_of_chunk_before = torch.cat((first, document[:-1, ..., -1:]))
     is_same = document[..., :, None] == document[..., None, :]
@@ -213,7 +216,7 @@ def chunked(
     k = _in_chunks(unit(k), N, size)
     v = _in_chunks(v, N, size).unflatten(2, (H, G))  # (N, B, H, G, C, Dv)
     g = _in_chunks(log_decay.float(), N, size).unflatten(2, (H, G))  # (N, B, H, G, C)
-    b = _in_chunks(strength.float(), N, size).unflatten(2, (H, G))[..., None]
+    b = _in_chunks(strength.float(), N, size).unflatten(2, (H, G))[..., None]  # (N, B, H, G, C, 1)
 
     decay, decay_before = _decays(g, documents)
 
@@ -222,10 +225,12 @@ def chunked(
     system = (k @ k.mT).unsqueeze(3) * decay * b
     inverse = _Inverse.apply(system).to(dtype)
     values = inverse @ (v * b).to(dtype)
-    read_keys = inverse @ (k.unsqueeze(3) * (decay_before[..., None] * b)).to(dtype)
+    read_strength = decay_before[..., None] * b
+    read_keys = inverse @ (k.unsqueeze(3) * read_strength).to(dtype)
 
     # The memory goes from chunk to chunk.
-    write_keys = (k.unsqueeze(3) * decay[..., -1, :, None]).to(dtype)
+    decay_to_end = decay[..., -1, :, None]
+    write_keys = (k.unsqueeze(3) * decay_to_end).to(dtype)
     chunk_decay = decay_before[..., -1:, None]
     S = k.new_zeros(B, H, G, Dk, Dv) if memory is None else memory.unflatten(1, (H, G))
     scanned = _Scan.apply(values, read_keys, write_keys, chunk_decay, S)
@@ -233,7 +238,8 @@ def chunked(
 
     # Each token reads from the memory before its chunk, and from what its chunk has written.
     queries = (q.unsqueeze(3) * decay_before[..., None]).to(dtype)
-    scores = ((q.to(dtype) @ k.to(dtype).mT).unsqueeze(3) * decay).to(dtype)
+    products = q.to(dtype) @ k.to(dtype).mT
+    scores = (products.unsqueeze(3) * decay).to(dtype)
     o = queries @ memories + scores @ writes  # (N, B, H, G, C, Dv)
     o = o.transpose(0, 1).flatten(2, 3).transpose(2, 3)  # (B, N, C, H * G, Dv)
     return o.flatten(1, 2)[:, :T], S.flatten(1, 2)
@@ -256,7 +262,8 @@ def step(
     decay = log_decay.transpose(1, 2)[..., None].exp()
     b = strength.float().transpose(1, 2)[..., None]
     S = memory * decay
-    S = S + k.mT @ ((v - k @ S) * b)
+    write = (v - k @ S) * b
+    S = S + k.mT @ write
     return (q @ S).transpose(1, 2), S
 
 
@@ -380,8 +387,8 @@ class GatedDeltaNet(nn.Module):
         context.write("memory", self.index, memory)
         scale = cast(Tensor, self.norm.weight).float()
         gate = F.silu(z.float()).view_as(y)
-        y = F.rms_norm(y.float(), (y.size(-1),), None, c.norm_eps) * scale * gate
-        return y.to(mixed.dtype).flatten(2)
+        normed = F.rms_norm(y.float(), (y.size(-1),), eps=c.norm_eps)
+        return (normed * scale * gate).to(mixed.dtype).flatten(2)
 
 
 def _last(

@@ -444,15 +444,20 @@ class Fused:
     """A criterion that computes losses and their gradient with one call of a kernel.
 
     All chunks write their logits, and then the gradient, to the same memory: malloc would map so
-    large a tensor anew for each chunk.
+    large a tensor again for each chunk.
     """
 
-    def __init__(self, criterion: Criterion, kernel: FusedLoss):
+    def __init__(
+        self,
+        criterion: Criterion,
+        kernel: FusedLoss,
+        multiply: Callable[[Tensor], Tensor] | None = None,  # with the head; None: torch's own
+    ):
         self.kernel = kernel
+        self.multiply = multiply
         self.logits = criterion.logits  # without gradients, as the criterion computes them
         self.vocab: int | None = None  # rows of the head that stand for tokens; None: all of them
         self.cap = 0.0  # of the softcap; 0 if the logits are not capped
-        self.multiply: Callable[[Tensor], Tensor] | None = None  # with the head; None: torch's own
         self._buffer: Tensor | None = None  # memory of the logits (n, V')
         if isinstance(criterion, Softcapped):
             self.vocab = criterion.vocab

@@ -473,20 +473,28 @@ class CpuOperations(Operations):
     ) -> Tensor:
         """Implement Operations.loss, if `use8` is set with a head that is rounded to 8 bits."""
         x, targets, weights = self.with_targets(x, targets, weights)
-        criterion = self.fused(criterion, x)
-        in_training = len(x) >= LOGIT_ROWS and torch.is_grad_enabled()
-        if use8 is not None and in_training and isinstance(criterion, gradients.Fused):
-            criterion.multiply = use8.matrix([head], x).times
+        if len(x) < LOGIT_ROWS or not torch.is_grad_enabled():
+            use8 = None
+        criterion = self.fused(criterion, x, head, use8)
         return chunked_loss(x, head, targets, criterion, weights, chunk)
 
-    def fused(self, criterion: Criterion, x: Tensor) -> Criterion:  # x: (N, C)
+    def fused(
+        self,
+        criterion: Criterion,
+        x: Tensor,  # (N, C)
+        head: Tensor | None = None,  # (V', C), needed with `use8`
+        use8: Trained | None = None,  # computes the logits in 8 bits
+    ) -> Criterion:
         """Implement Operations.fused with a C++ kernel that computes losses and gradient.
 
         Compiled code uses plain torch instead, because torch's compiler fuses the loss itself.
         """
         if is_compiling() or x.dtype not in SUFFIXES or self._library is None:
             return criterion
-        return gradients.Fused(criterion, self._library.loss)
+        multiply = None
+        if use8 is not None and head is not None:
+            multiply = use8.matrix([head], x).times
+        return gradients.Fused(criterion, self._library.loss, multiply)
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:
         """Implement Operations.square_sums with a C++ kernel for contiguous fp32 gradients."""

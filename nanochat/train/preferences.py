@@ -15,50 +15,9 @@ from torch import Tensor
 
 from nanochat.common import UserError, tr
 from nanochat.context import Packed
-from nanochat.dataloader import PackedRows
 from nanochat.device import Compute
-from nanochat.evals.references import row_scores, saved_or_scored
-from nanochat.prepare.plan import Plan
-from nanochat.prepare.token_files import TokenSet
-
-
-class PairRows(PackedRows):
-    """Rows for preference training that hold pairs: a preferred answer, then the rejected one.
-
-    A pair is never divided between rows. Each answer includes its prompt; pair n consists of
-    documents 2n and 2n + 1 of the row. targets_in() counts pairs. The caller fills `references`
-    with a reference model's scores of the pairs, in the order of the plan, float32 (pairs, 2).
-    """
-
-    extras = ("documents", "references")
-
-    def __init__(
-        self,
-        token_set: TokenSet,
-        plan: Plan,
-        bos: int,
-        seed: int | None,
-        masked: bool,
-    ):
-        super().__init__(token_set, plan, bos, seed, masked)
-        self._target_counts = np.diff(self._first_segments) // 2
-        self.pair_starts = self._first_segments // 2
-        self.conversations = int(self.pair_starts[-1])  # pairs
-        self.references = np.zeros((self.conversations, 2), np.float32)
-
-    def batch(self, plan_rows: np.ndarray) -> tuple[Tensor, ...]:
-        """Return (inputs, targets, documents, references) of rows of the plan.
-
-        The first three are int64 (B, T). The last is float32 (B, P, 2), where P is the largest
-        number of pairs in one of the rows; rows with fewer pairs are padded with zeros.
-        """
-        starts = self.pair_starts[plan_rows]
-        counts = self._target_counts[plan_rows]
-        references = torch.zeros(len(plan_rows), int(counts.max(initial=0)), 2)
-        for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            pairs = self.references[start : start + count]
-            references[b, :count] = torch.from_numpy(pairs)
-        return *super().batch(plan_rows), references
+from nanochat.train.chat_rows import PairRows
+from nanochat.train.references import row_scores, saved_or_scored
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from torch import Tensor
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.common import UserError
-from nanochat.evals.preferences import PairRows, PreferenceLoss, add_references
 from nanochat.models.qwen.model import Qwen
-from nanochat.train.chat_rows import chat_rows
+from nanochat.train.chat_rows import PairRows, chat_rows
+from nanochat.train.preferences import PreferenceLoss, add_references
 from tasks.mixtures import own_pairs
 from tests.support.qwens import VOCABULARY, write_folder
 from tests.support.tiny_model import on_cpu
