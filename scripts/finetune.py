@@ -38,7 +38,7 @@ from nanochat.prepare.conversations import conversation_lengths
 from nanochat.prepare.plan import TooLong
 from nanochat.run import Plan, Run, launch, open_folder
 from nanochat.train import replay, sizes, tuning_rules
-from nanochat.train.chat_rows import chat_rows
+from nanochat.train.chat_rows import PairRows, chat_rows
 from nanochat.train.fit import probe
 from nanochat.train.flags import (
     Auto,
@@ -411,11 +411,11 @@ def train(cfg: Config, compute: Compute) -> None:
 
     rates = OneRate(cfg.rate(model.config.n_embd, steps, replay_every > 0), cfg.weight_decay)
     optimizers = set_up(model, rates, 1.0, folder.path, cfg.run, compute, fill=base.fill)
-    if preference:  # before a checkpoint is loaded, the model is its own reference
-        for pairs in (rows, val_rows):
-            add_references(pairs, model, base.identity, batch.device_batch_size, compute)
-    elif isinstance(rows, replay.AnchoredRows):
-        replay.add_references(rows, model, base.identity, batch.device_batch_size, compute)
+    for source in (rows, val_rows):  # before a checkpoint is loaded, the model is its own reference
+        if isinstance(source, PairRows):
+            add_references(source, model, base.identity, batch.device_batch_size, compute)
+        elif isinstance(source, replay.AnchoredRows):
+            replay.add_references(source, model, base.identity, batch.device_batch_size, compute)
     val_tokens = 20 * batch.tokens_per_step
     validation = Validation(val_rows, val_tokens, model, base.tokenizer, 0, compute)
     plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)
