@@ -130,7 +130,7 @@ class AnchoredRows(MixedRows):
     gave each target of its own words before training, and NOT_OWN for the targets of the data.
     """
 
-    extras = ("documents", "references")
+    extras: tuple[str, ...] = ("documents", "references")
 
     def __init__(self, data: Rows, own: PackedRows, every: int):
         """Take one row in `every` from `own`; an epoch has all rows of `data`.

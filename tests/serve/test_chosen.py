@@ -224,7 +224,9 @@ def test_int8_is_for_qwen_on_a_cpu_with_products_for_it(
     packed = choose(flags, on_cpu().in_format("bfloat16"))
     assert packed.parameters == plain.parameters > sum(p.numel() for p in packed.loaded.model.parameters())
     assert 0 < (logits(packed) - logits(plain)).abs().max() < 0.2 * logits(plain).abs().max()
-    assert choose_also(f"other={folder}", flags, on_cpu().in_format("bfloat16"))[1].loaded.model.head.multiply is not None
+    assert (
+        choose_also(f"other={folder}", flags, on_cpu().in_format("bfloat16"))[1].loaded.model.head.multiply is not None
+    )
     if "avx2" in host.cpu_flags() and host.compiler():
         assert choose(flags, on_cpu().in_format("float32")).loaded.model.head.multiply is not None
     with monkeypatch.context() as without_avx2:
