@@ -28,7 +28,7 @@ class PackedRows(Rows):
     conversation of its row each token belongs to.
     """
 
-    extras = ("documents",)
+    extras: tuple[str, ...] = ("documents",)
 
     def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Return (inputs, targets, documents) of rows of the plan, int64 (B, T) each.
@@ -65,7 +65,7 @@ class PairRows(PackedRows):
     with a reference model's scores of the pairs, in the order of the plan, float32 (pairs, 2).
     """
 
-    extras = ("documents", "references")
+    extras: tuple[str, ...] = ("documents", "references")
 
     def __init__(
         self,
