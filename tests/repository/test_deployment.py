@@ -115,6 +115,15 @@ def test_help_is_in_the_language_that_is_chosen_and_shows_the_same_commands(scri
     ] == []
 
 
+def test_speedrun_refuses_in_the_language_that_is_chosen() -> None:
+    for language, start in (("zh", "错误：--preset "), ("en", "error: --preset ")):
+        environment = {"PATH": os.environ["PATH"], "NANOCHAT_LANG": language, "PYTHONUTF8": "1"}
+        command = ["bash", "speedrun.sh", "--preset", "none"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2 and line.startswith(start)
+
+
 MESSAGE = re.compile(r"""^\s*(?:.*\|\| )?echo "([^"]*[a-z]{3,} [a-z]{2,} [^"]*)""", re.MULTILINE)
 
 
