@@ -19,7 +19,7 @@ from nanochat.data import help_texts
 ROOT = Path(__file__).resolve().parent.parent
 CATALOGUE = ROOT / "nanochat" / "data" / "locale" / "zh" / "LC_MESSAGES" / "nanochat.po"
 HELP = "help"  # the context of help texts
-PACKAGES = ("nanochat", "scripts", "tasks")
+PACKAGES = ("nanochat", "scripts", "tasks", "runs")
 
 
 def source_files(root: Path) -> Iterator[Path]:

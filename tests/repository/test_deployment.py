@@ -319,6 +319,15 @@ def test_the_settings_of_the_guides_are_flags_and_the_command_line_overrides_the
     assert "--checkpoint_activations" not in launched(monkeypatch, "--npus=1", "--no-checkpoint-activations")
 
 
+def test_the_launcher_of_the_guides_speaks_chinese(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    with pytest.raises(SystemExit, match="2"):
+        launched(monkeypatch, "--npus=0")
+    assert capsys.readouterr().err == "错误：--npus 必须至少为 1，现在是 0\n"
+
+
 @pytest.mark.parametrize(
     ("content", "said"), [("[lora]\nrank = 8", r"holds the table \[lora\]"), ("rank 8", "cannot be read as TOML")]
 )

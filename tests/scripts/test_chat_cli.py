@@ -183,7 +183,7 @@ def test_words_and_calculator_calls_are_shown_apart_and_cannot_steer_the_termina
 def test_a_reply_that_ends_within_a_calculator_call_shows_the_call(monkeypatch):
     chat, _, notes = open_chat(monkeypatch)
     tokens = [TOKENIZER.special("python_start"), *TOKENIZER.encode("12*12"), TOKENIZER.special("assistant_end")]
-    events = [Event(0, token) for token in tokens]
+    events = [Event(0, token, 0.0, False, None) for token in tokens]
     monkeypatch.setattr(chat.engine, "step", lambda: [events.pop(0)])
     monkeypatch.setattr(type(chat.engine), "busy", property(lambda engine: bool(events)))
     chat_cli.reply(chat, "cat")
