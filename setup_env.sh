@@ -30,7 +30,27 @@ setup_env() { # activates .venv in the caller's shell; a separate process makes 
 
 # --- messages ------------------------------------------------------------------------------------
 
-say() { printf 'setup: %s\n' "$*"; }
+# shellcheck source=runs/words.sh
+source "$SETUP_ROOT/runs/words.sh"
+
+say() { tell "setup: $1" "setup：$2"; } # ENGLISH CHINESE
+
+in_words() { # NAME of a step: print it in the user's language
+    case $1 in
+    packages) tell "$1" "软件包" ;;
+    "torch (2 GB of downloads, unless cached)") tell "$1" "torch（有缓存时不必下载，否则约 2 GB）" ;;
+    "torch "*" for CPUs") tell "$1" "${1% for CPUs}（CPU 版）" ;;
+    "the packages that CANN imports") tell "$1" "CANN 用到的软件包" ;;
+    "rustbpe, built from source") tell "$1" "从源码编译 rustbpe" ;;
+    "rustbpe, the published wheel") tell "$1" "rustbpe 的已发布安装包" ;;
+    "a first import") tell "$1" "第一次导入" ;;
+    "numpy 1, for this CANN") tell "$1" "numpy 1，供这个 CANN 使用" ;;
+    "test tools") tell "$1" "测试工具" ;;
+    "client libraries") tell "$1" "客户端库的环境" ;;
+    "packages of client libraries") tell "$1" "客户端库的软件包" ;;
+    *) echo "$1" ;;
+    esac
+}
 
 fail() { # English, 中文
     printf 'error: %s\n' "$1" >&2
@@ -45,7 +65,8 @@ fail_with_log() { # English, 中文: show the end of the log, and name the file
 }
 
 step() { # NAME COMMAND...: run with the output in the log; print a line when done, and a clock on a terminal
-    local name=$1 start=$SECONDS ticker='' code=0
+    local name start=$SECONDS ticker='' code=0
+    name=$(in_words "$1")
     shift
     printf '\n== %s: %s\n' "$name" "$*" >>"$SETUP_LOG"
     if [ -t 1 ]; then
@@ -61,7 +82,7 @@ step() { # NAME COMMAND...: run with the output in the log; print a line when do
         printf '\r\033[K'
     fi
     if [ $code -ge 128 ]; then exit $code; fi # killed: a package may be half written
-    if [ $code -eq 0 ]; then say "$name ($((SECONDS - start)) s)"; fi
+    if [ $code -eq 0 ]; then say "$name ($((SECONDS - start)) s)" "$name（$((SECONDS - start)) 秒）"; fi
     return $code
 }
 
@@ -180,7 +201,7 @@ get_uv() { # sets INSTALLER to uv or pip
     if step uv "$SETUP_VENV/bin/python" -m pip install --disable-pip-version-check --require-hashes -r "$lock"; then
         INSTALLER=uv
     else
-        say "uv could not be installed; falling back to pip, which is slower"
+        say "uv could not be installed; falling back to pip, which is slower" "无法安装 uv，改用较慢的 pip"
         INSTALLER=pip
     fi
 }
@@ -198,7 +219,7 @@ install() { # NAME ARGUMENTS of pip install...: install with uv; if uv fails, fa
     shift
     if step "$name" pip_install "$@"; then return; fi
     if [ "$INSTALLER" = pip ]; then return 1; fi
-    say "uv failed at: $name; falling back to pip, which is slower"
+    say "uv failed at: $name; falling back to pip, which is slower" "uv 在这一步失败：$(in_words "$name")；改用较慢的 pip"
     INSTALLER=pip
     step "$name" pip_install "$@"
 }
@@ -235,8 +256,8 @@ install_npu() { # installs the pair that setup_ascend.sh picked; torch_npu itsel
     if brings_cuda "$torch"; then
         if step "torch $torch for CPUs" pip_install "torch==$torch+cpu"; then own=yes; else
             check_disk nvidia 8
-            say "the package index has no torch $torch+cpu: the plain torch brings 2 GB of CUDA, which nothing here uses"
-            say "软件包索引里没有 torch $torch+cpu：普通版 torch 会带上 2 GB 用不到的 CUDA 软件包"
+            say "the package index has no torch $torch+cpu: the plain torch brings 2 GB of CUDA, which nothing here uses" \
+                "软件包索引里没有 torch $torch+cpu：普通版 torch 会带上 2 GB 用不到的 CUDA 软件包"
         fi
     fi
     pin_of "torch-npu==$NPU " locks/requirements-pairs.lock >"$lock"
@@ -244,8 +265,8 @@ install_npu() { # installs the pair that setup_ascend.sh picked; torch_npu itsel
     local checked=(--require-hashes -r "$lock")
     if ! grep -q '^torch-npu' "$lock"; then
         checked=("torch_npu==$NPU")
-        say "torch_npu $NPU is unknown to this repository: its files cannot be checked against hashes"
-        say "本仓库没有 torch_npu $NPU 的哈希值，无法校验它的文件"
+        say "torch_npu $NPU is unknown to this repository: its files cannot be checked against hashes" \
+            "本仓库没有 torch_npu $NPU 的哈希值，无法校验它的文件"
     fi
     if ! install "torch_npu $NPU" --no-deps "${checked[@]}"; then
         fail_with_log "torch_npu $NPU could not be installed; it is published for Linux on x86_64 and aarch64 only. If the package index lacks this version, choose another one: bash setup_ascend.sh --torch-npu VERSION." \
@@ -270,11 +291,11 @@ build_rustbpe() {
 install_rustbpe() { # replaces the wheel of locks/requirements.lock by the build of rustbpe/, which is faster
     if [ ! -f "$SETUP_ROOT/rustbpe/Cargo.toml" ]; then return; fi
     if ! command -v cargo >/dev/null; then
-        say "no Rust toolchain (cargo): using the published rustbpe wheel, which is slower"
-        say "没有 Rust 工具链（cargo）：使用已发布的 rustbpe 安装包，速度较慢"
+        say "no Rust toolchain (cargo): using the published rustbpe wheel, which is slower" \
+            "没有 Rust 工具链（cargo）：使用已发布的 rustbpe 安装包，速度较慢"
     elif ! build_rustbpe; then
-        say "rustbpe could not be built (details: $SETUP_LOG): using the published wheel, which is slower"
-        say "rustbpe 编译失败（详情见 $SETUP_LOG）：使用已发布的安装包，速度较慢"
+        say "rustbpe could not be built (details: $SETUP_LOG): using the published wheel, which is slower" \
+            "rustbpe 编译失败（详情见 $SETUP_LOG）：使用已发布的安装包，速度较慢"
         install_lock "rustbpe, the published wheel" locks/requirements.lock
     fi
 }
@@ -289,8 +310,8 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Pyth
         need="${need:+$need }python3-dev"
     fi
     if [ -n "$need" ]; then
-        say "no C++ compiler or no Python headers: models run uncompiled, which is slower. To fix this: apt-get install -y $need"
-        say "缺少 C++ 编译器或 Python 头文件：模型不编译也能运行，但速度较慢。安装 $need 即可解决"
+        say "no C++ compiler or no Python headers: models run uncompiled, which is slower. To fix this: apt-get install -y $need" \
+            "缺少 C++ 编译器或 Python 头文件：模型不编译也能运行，但速度较慢。安装 $need 即可解决"
     fi
 }
 
@@ -378,7 +399,6 @@ setup_main() {
         case $1 in
         --dev) DEV=1 ;;
         -h | --help)
-            source "$SETUP_ROOT/runs/words.sh"
             show_help "$SETUP_ROOT/setup_env.sh"
             ;;
         --npu) NPU=$2 TORCH=0 && shift ;;
@@ -396,7 +416,7 @@ setup_main() {
         if flock -n 9 2>/dev/null; then
             : # this set-up is alone
         elif [ $? -eq 1 ]; then # another code: the file system has no locks
-            say "waiting for another set-up in this folder to end"
+            say "waiting for another set-up in this folder to end" "等待本目录的另一次安装结束"
             flock 9
         fi
         keep_parts # another set-up may have changed the installed parts
@@ -427,7 +447,7 @@ setup_main() {
     rm -rf "$SETUP_VENV/uv-cache"
     printf '%s\n' "$stamp" >"$SETUP_VENV/setup.stamp"
     rm "$SETUP_VENV/setup.busy"
-    say "ready in $SECONDS s"
+    say "ready in $SECONDS s" "完成，用时 $SECONDS 秒"
 }
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then setup_main "$@"; fi

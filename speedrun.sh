@@ -34,8 +34,7 @@ source runs/sizes.sh
 source runs/words.sh
 
 refuse() { # ENGLISH CHINESE: a flag or a variable that cannot be used
-    echo "错误：$2" >&2
-    echo "error: $1" >&2
+    tell "error: $1" "错误：$2" >&2
     exit 2
 }
 
@@ -94,8 +93,7 @@ fi
 
 # speedrun_npu.sh sets NPUs up; it sets NANOCHAT_DEVICE, or `speedrun_npu` where it finds no NPU to use.
 if [ -z "${NANOCHAT_DEVICE:-}${speedrun_npu:-}" ] && compgen -G "${ASCEND_ROOT_PREFIX:-}/dev/davinci[0-9]*" >/dev/null; then
-    echo "speedrun: this host has NPUs, so speedrun_npu.sh runs instead; NANOCHAT_DEVICE=cpu trains on the CPU"
-    echo "speedrun：本机有 NPU，改为运行 speedrun_npu.sh；想用 CPU 训练：NANOCHAT_DEVICE=cpu"
+    tell "speedrun: this host has NPUs, so speedrun_npu.sh runs instead; NANOCHAT_DEVICE=cpu trains on the CPU" "speedrun：本机有 NPU，改为运行 speedrun_npu.sh；想用 CPU 训练：NANOCHAT_DEVICE=cpu"
     exec bash speedrun_npu.sh "${words[@]}"
 fi
 
@@ -110,24 +108,23 @@ finish() { # print the table of results and what to type next
     python -m nanochat.report show
     echo
     if [ "$preset" = smoke ]; then
-        echo "Every stage works. 20 steps teach a model nothing, so its answers are nonsense; to train one that answers:"
-        echo "所有阶段都能运行。20 步学不到东西，所以它的回答没有意义；要训练一个会回答的模型："
+        tell "Every stage works. 20 steps teach a model nothing, so its answers are nonsense; to train one that answers:" "所有阶段都能运行。20 步学不到东西，所以它的回答没有意义；要训练一个会回答的模型："
         echo "  bash speedrun.sh"
         echo
-        echo "To look at the chat all the same / 也可以先看看聊天界面："
+        tell "To look at the chat all the same:" "也可以先看看聊天界面："
     else
-        echo "Chat with it / 和它聊天："
+        tell "Chat with it:" "和它聊天："
     fi
     echo "  source .venv/bin/activate"
-    echo "  python -m scripts.chat_cli        # in the terminal / 在终端里"
-    echo "  python -m scripts.chat_web        # in the browser / 在浏览器里"
+    tell "  python -m scripts.chat_cli        # in the terminal" "  python -m scripts.chat_cli        # 在终端里"
+    tell "  python -m scripts.chat_web        # in the browser" "  python -m scripts.chat_web        # 在浏览器里"
 }
 
 key="$preset $data" # identifies a finished run by the flags that it was started with
 [ "$family" = gpt ] || key+=" $family"
 [ "$recipe" = ours ] || key+=" $recipe"
 if python -m nanochat.report finished --key "$key"; then
-    echo "Everything is done already / 全部阶段都已完成。"
+    tell "Everything is done already." "全部阶段都已完成。"
     finish
     exit 0
 fi
@@ -140,15 +137,18 @@ if [ $code -eq 1 ]; then
     tell "Another speedrun, or the last stage of a stopped one, is still running in $base; waiting for it to end ..." "$base 里还有另一个 speedrun，或一个已停止的 speedrun 的最后阶段在运行；等它结束……"
     flock 9
 elif [ $code -ne 0 ]; then # no program flock, or a file system without locks (Lustre, some NFS)
-    echo "warning: $base cannot be locked (flock ended with code $code), so do not start a second speedrun there while this one runs" >&2
-    echo "警告：无法给 $base 加锁（flock 退出码 $code），运行期间不要在同一目录再启动 speedrun" >&2
+    tell "warning: $base cannot be locked (flock ended with code $code), so do not start a second speedrun there while this one runs" "警告：无法给 $base 加锁（flock 退出码 $code），运行期间不要在同一目录再启动 speedrun" >&2
 fi
 
 # --- what to train ---------------------------------------------------------------------------------
 
 read -r device dtype devices speed matmul eight_bits < <(python -m nanochat.device)
 if [ -n "${NPROC_PER_NODE:-}" ]; then
-    if ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || { [ "$device" != cpu ] && [ "$NPROC_PER_NODE" -gt "$devices" ]; }; then
+    if [ "$device" = cpu ] && ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]]; then
+        refuse \
+            "NPROC_PER_NODE must be the number of processes, 1 or more, got $NPROC_PER_NODE; set another number, or unset it to use one process" \
+            "NPROC_PER_NODE 必须是进程数（至少为 1），得到的是 $NPROC_PER_NODE；请改成别的数，或取消这个变量，只用一个进程"
+    elif [ "$device" != cpu ] && { ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || [ "$NPROC_PER_NODE" -gt "$devices" ]; }; then
         refuse \
             "NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE; set another number, or unset it to use all of them" \
             "NPROC_PER_NODE 必须是 1 到 $devices（可见的 $device 设备数），得到的是 $NPROC_PER_NODE；请改成别的数，或取消这个变量以使用全部设备"

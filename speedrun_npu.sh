@@ -47,9 +47,8 @@ source ./setup_ascend.sh || code=$?
 if [ $code -eq 3 ]; then run_speedrun "no Ascend NPU was found, so a GPU or this CPU trains" "没有找到昇腾 NPU，将使用 GPU 或 CPU"; fi
 if [ $code -ne 0 ]; then
     # A server with NPUs must not train on its CPU for weeks because of a fault that one command fixes.
-    echo "error: the NPUs of this host cannot be used yet; the lines above say why. Next: python check_npu.py" >&2
-    echo "error: to train without NPUs: NANOCHAT_DEVICE=cpu bash speedrun_npu.sh" >&2
-    echo "错误：本机的 NPU 还不能用，原因见上文。下一步：python check_npu.py。不用 NPU 训练：NANOCHAT_DEVICE=cpu bash speedrun_npu.sh" >&2
+    tell "error: the NPUs of this host cannot be used yet; the lines above say why. Next: python check_npu.py" "错误：本机的 NPU 还不能用，原因见上文。下一步：python check_npu.py" >&2
+    tell "error: to train without NPUs: NANOCHAT_DEVICE=cpu bash speedrun_npu.sh" "错误：不用 NPU 训练：NANOCHAT_DEVICE=cpu bash speedrun_npu.sh" >&2
     exit 1
 fi
 if ! compgen -G "${ASCEND_ROOT_PREFIX:-}/dev/davinci[0-9]*" >/dev/null; then

@@ -19,7 +19,7 @@ from nanochat.data import help_texts
 ROOT = Path(__file__).resolve().parent.parent
 CATALOGUE = ROOT / "nanochat" / "data" / "locale" / "zh" / "LC_MESSAGES" / "nanochat.po"
 HELP = "help"  # the context of help texts
-PACKAGES = ("nanochat", "scripts", "tasks")
+PACKAGES = ("nanochat", "scripts", "tasks", "runs")
 
 
 def source_files(root: Path) -> Iterator[Path]:
@@ -52,13 +52,17 @@ def _docstrings(node: ast.ClassDef) -> list[str]:
 
 
 def _descriptions(tree: ast.Module) -> list[str]:
-    """Return the paragraphs of a script's description, without its commands."""
+    """Return the paragraphs of a script's description, and the comments beside its commands."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or getattr(node.func, "id", "") not in ("run", "launch"):
             continue
         if any(getattr(value, "id", "") == "__doc__" for value in node.args):
             parts = help_texts.BREAK.split(ast.get_docstring(tree) or "")
-            return [part for part in parts if not help_texts.COMMAND.match(f"\n{part}")]
+            texts = []
+            for part in parts:
+                is_command = help_texts.COMMAND.match(f"\n{part}")
+                texts += help_texts.COMMENT.findall(part) if is_command else [part]
+            return texts
     return []
 
 

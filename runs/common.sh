@@ -17,8 +17,7 @@ prepare() { # make the environment of this host; sets `base`, `device`, `matmul`
         # shellcheck disable=SC2119  # setup_env must not get the flags of this script
         setup_env
     elif [ $code -ne 0 ]; then
-        echo "error: the NPUs of this host cannot be used yet; the lines above say why. Next: python check_npu.py" >&2
-        echo "错误：本机的 NPU 还不能用，原因见上文。下一步：python check_npu.py" >&2
+        tell "error: the NPUs of this host cannot be used yet; the lines above say why. Next: python check_npu.py" "错误：本机的 NPU 还不能用，原因见上文。下一步：python check_npu.py" >&2
         exit 1
     fi
     export OMP_WAIT_POLICY=PASSIVE

@@ -1,4 +1,4 @@
-"""Fine-tunes Qwen on some cards of this host by the settings of a TOML file. Other flags go to scripts.finetune.
+"""Fine-tunes Qwen on some cards of this host by the settings of a TOML file.
 
 python runs/launch_npu_training.py --npus 8
 python runs/launch_npu_training.py --npus 4 --config mine.toml --model ./Qwen3-0.6B --lora_rank=8 --shard=none
@@ -16,6 +16,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from nanochat.common import tr  # noqa: E402
+
 SETTINGS = Path(__file__).with_name("npu_train_config.toml")
 
 
@@ -28,12 +33,21 @@ def read_flags(path: Path, given: list[str]) -> list[str]:
         settings = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as failure:
         sys.exit(
-            f"error: {path} cannot be read as TOML: {failure}. Correct it, or name another file with --config"
+            tr(
+                "error: {path} cannot be read as TOML: {failure}. Correct it, or name another file "
+                "with --config",
+                path=path,
+                failure=failure,
+            )
         )
     if tables := [name for name, value in settings.items() if isinstance(value, dict)]:
         sys.exit(
-            f"error: {path} holds the table [{tables[0]}], and each setting must be a line of its own, such as "
-            "max_length = 512. Remove the table's line"
+            tr(
+                "error: {path} holds the table [{table}], and each setting must be a line of its "
+                "own, such as max_length = 512. Remove the table's line",
+                path=path,
+                table=tables[0],
+            )
         )
     theirs = {word.partition("=")[0].replace("_", "-") for word in given if word.startswith("--")}
     theirs |= {f"--{word.removeprefix('--no-')}" for word in theirs if word.startswith("--no-")}
@@ -52,17 +66,26 @@ def as_flag(name: str, value: Any) -> list[str]:
 
 def main() -> None:
     """Print the command that the settings make, and become it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+    about = tr(
+        "Fine-tunes Qwen on some cards of this host by the settings of a TOML file. Other flags go "
+        "to scripts.finetune."
+    )
+    description = f"{about}\n\n{(__doc__ or '').split(chr(10) * 2, 1)[1]}"
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)  # fmt: skip
     parser.add_argument(
-        "--npus", type=int, required=True, help="number of cards; each gets a process"
+        "--npus", type=int, required=True, help=tr("number of cards; each gets a process")
     )
     parser.add_argument(
-        "--config", type=Path, default=SETTINGS, help=f"file of settings; default: {SETTINGS.name}"
+        "--config",
+        type=Path,
+        default=SETTINGS,
+        help=tr("file of settings; default: {file}", file=SETTINGS.name),
     )
     asked, given = parser.parse_known_args()
     if asked.npus < 1:
-        parser.error(f"--npus must be at least 1, got {asked.npus}")
+        mistake = tr("error: --npus must be at least 1, got {npus}", npus=asked.npus)
+        parser.exit(2, f"{mistake}\n")
     flags = read_flags(asked.config, given) + given
     launcher = (
         ["-m", "nanochat.runtime.launch", f"--nproc_per_node={asked.npus}"]

@@ -218,11 +218,21 @@ def show(piece: Part | Thought, chat: Chat, call: str) -> str:
     if piece.kind == "text":
         print(harmless(piece.text), end="", file=chat.out, flush=True)
         return call
-    calculation = harmless(f"[{call} = {piece.text}]")
+    show_calculation(chat, f"[{call} = {piece.text}]")
+    return ""
+
+
+def show_calculation(chat: Chat, calculation: str) -> None:
+    """Print a call of the calculator to the notes."""
     end = "" if chat.notes is chat.out else "\n"
     chat.out.flush()
-    print(dim(calculation, chat.notes), end=end, file=chat.notes, flush=True)
-    return ""
+    print(dim(harmless(calculation), chat.notes), end=end, file=chat.notes, flush=True)
+
+
+def show_unfinished(chat: Chat, call: str) -> None:
+    """Print the calculator call within which a reply has ended, if there is one."""
+    if call:
+        show_calculation(chat, f"[{call} ...]")
 
 
 def end_thought(chat: Chat) -> None:
@@ -304,6 +314,7 @@ def reply(chat: Chat, question: str) -> bool:
         pieces.append(piece)
         call = show(piece, chat, call)
     end_thought(chat)
+    show_unfinished(chat, call)
     print(file=chat.out, flush=True)
     seconds = time.monotonic() - start
     message = message_of(pieces)
@@ -352,6 +363,7 @@ def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
             pieces.append(piece)
             call = show(piece, chat, call)
     end_thought(chat)
+    show_unfinished(chat, call)
     print(file=chat.out, flush=True)
     seconds = time.monotonic() - start
     message = message_of(pieces)
@@ -433,7 +445,7 @@ def set_number(chat: Chat, name: str, argument: str) -> None:
         elif argument:
             changes["max_tokens"] = int(argument)
     except ValueError:
-        template = TEXTS[chat.lang]["number"]
+        template = TEXTS[chat.lang]["number" if name == "/temp" else "whole"]
         raise UserError(template.format(command=name, given=argument)) from None
     chat.sampling = replace(chat.sampling, **changes)
     chat.changed |= changes.keys()  # only now, because a value out of range is refused above

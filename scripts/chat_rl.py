@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from nanochat.checkpoint_manager.files import latest_step
-from nanochat.checkpoint_manager.locate import checkpoint_dir, find_parent
+from nanochat.checkpoint_manager.locate import checkpoint_dir, find_parent, shown_parent
 from nanochat.common import UserError, log, tr
 from nanochat.dataloader import epoch_numbers
 from nanochat.device import Compute
@@ -219,7 +219,7 @@ def train(cfg: Config, compute: Compute) -> None:
     log(
         tr(
             "rl: training {start}; checkpoints go to {path}",
-            start=start.identity,
+            start=shown_parent(start.identity, start.name),
             path=folder.path,
         )
     )

@@ -569,8 +569,15 @@ def log_model(
     """
     loaded = chosen.loaded
     api = tr(", in the API {name}", name=name) if name else ""
-    log(
-        tr(
+    if loaded.stage == PUBLISHED:
+        model = tr(
+            "模型 / model: {tag} (published), context of {context} tokens{api}",
+            tag=harmless(loaded.tag),
+            context=chosen.context,
+            api=api,
+        )
+    else:
+        model = tr(
             "模型 / model: stage {stage}, tag {tag}, step {step}, context of {context} tokens{api}",
             stage=loaded.stage,
             tag=harmless(loaded.tag),
@@ -578,7 +585,7 @@ def log_model(
             context=chosen.context,
             api=api,
         )
-    )
+    log(model)
     gigabytes = cache_bytes / 1e9
     log(
         tr(

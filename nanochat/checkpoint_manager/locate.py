@@ -293,6 +293,15 @@ def parent_tag(identity: str) -> str:
     return parent[2] if parent else ""
 
 
+def shown_parent(identity: str, name: str) -> str:
+    """Return a Parent's `identity` in the user's words, or `name` if the text is none."""
+    parent = _IDENTITY.fullmatch(identity)
+    if parent is None:
+        return name
+    stage, tag, step = parent.groups()
+    return tr("the model {tag} of stage {stage}, step {step:,}", tag=tag, stage=stage, step=int(step))
+
+
 def updates(meta: dict[str, Any]) -> int:
     """Return how many optimizer updates led to the model that a meta.json describes.
 

@@ -1,7 +1,8 @@
 """Shows the help of a command line, and in Chinese also why a command line is refused.
 
-The catalogue has the Chinese of a flag's docstring, a group's docstring and each paragraph of a
-script's description, all under the context "help". Texts that it lacks stay English.
+The catalogue has the Chinese of a flag's docstring, a group's docstring, each paragraph of a
+script's description and each comment beside a command, all under the context "help". Texts that it
+lacks stay English.
 """
 
 import contextlib
@@ -25,6 +26,10 @@ from nanochat.common import RARE, UserError, appendix, flags_of, language, log, 
 SECOND_COLUMN = "\u2060"
 COMMAND = re.compile(r"\n+(?=(?:python|torchrun|echo|bash) )")
 BREAK = re.compile(rf"(\n\n+|{COMMAND.pattern})")
+COMMENT = re.compile(r"(?<= # ).+")  # beside a command
+# How Python and tyro say that a value has the wrong type.
+NOT_A_NUMBER = re.compile(r"(?:invalid literal for (int)\(\)|could not convert).*?: ('.*')")
+NO_TYPE = re.compile(r"no type matching (\S+) could be instantiated from \[(.*)\]")
 
 
 class _Page(io.StringIO):
@@ -46,6 +51,8 @@ def _widened(text: str) -> str:
 
 
 def _default(value: str) -> str:
+    if value == "None":  # the help text says what happens then
+        return ""
     return _widened(tr("(default: {value})", value=value) if value else tr("(default: none)"))
 
 
@@ -96,7 +103,12 @@ def _description(text: str, rare_count: int) -> str:
 
     tyro joins lines of plain text, but not indented ones.
     """
-    parts = [tr_help(part) for part in BREAK.split(text.rstrip())] if text else []
+    parts = []
+    for part in BREAK.split(text.rstrip()):
+        if COMMAND.match(f"\n{part}"):
+            parts.append(COMMENT.sub(lambda comment: tr_help(comment[0]), part))
+        else:
+            parts.append(tr_help(part))
     text = COMMAND.sub("\n  ", "".join(parts))
     if rare_count:
         hint = tr("--help_all shows {count} more flags, which few need.", count=rare_count)
@@ -118,6 +130,7 @@ def _in_chinese(page: str) -> str:
     page = page.replace(own_words, tr("show this help message and exit"))
     page = page.replace("(required)", tr("(required)"))
     page = re.sub(r"(?<=\S) (?=（(?:默认|必填))", "", page)
+    page = page.replace("{None}|", "").replace("{None,", "{")
     lines = page.splitlines()
     width = max((_columns(line) for line in lines if line.startswith("╰")), default=0)
     for number, line in enumerate(lines):
@@ -162,6 +175,29 @@ def _similar(tokens: Sequence[str], names: Sequence[str]) -> str:
     return tr("Similar flags: {flags}.", flags=flags) if flags else ""
 
 
+def _wrong_type(flag: str, why: str) -> str:
+    """Return the message for a value that a flag cannot take; `why` is what Python or tyro says."""
+    if match := NOT_A_NUMBER.match(why):
+        kinds, value = ["INT" if match[1] else "FLOAT"], match[2]
+    elif match := NO_TYPE.match(why):
+        kinds, value = match[1].split("|"), match[2]
+    else:
+        kinds, value = [], ""
+    name_of = {"INT": tr("a whole number"), "FLOAT": tr("a number")}
+    names: list[str] = []
+    for kind in kinds:
+        if kind.startswith("{"):
+            names += kind.strip("{}").split(",")
+        else:
+            names.append(name_of.get(kind, ""))
+    if not all(names) or not names:  # of another type, such as a path
+        return tr("{flag} cannot take this value ({why}).", flag=flag, why=why)
+    text, *others = (name for name in names if name != "None")
+    for other in others:
+        text = tr("{first} or {second}", first=text, second=other)
+    return tr("{flag} must be {kinds}, got {value}.", flag=flag, kinds=text, value=value)
+
+
 @contextlib.contextmanager
 def refusals(config: Any) -> Iterator[None]:
     """Raise UserError (exit code 2) for errors that tyro would print in English within the block."""
@@ -188,15 +224,14 @@ def refusals(config: Any) -> Iterator[None]:
             problem = tr(
                 "{flag} must be one of {choices}, got {value!r}.",
                 flag=event.argument.display_name(),
-                choices=", ".join(event.choices),
+                choices=", ".join(sorted(set(event.choices) - {"None"})),
                 value=event.value,
             )
         elif isinstance(event, errors.BadValue):
             problem = tr("{flag} has too few values.", flag=event.argument.display_name())
         elif isinstance(event, errors.InstantiationFailure):
             flag = event.argument.display_name() if event.argument else ""
-            why = event.message.splitlines()[0].rstrip(".")
-            problem = tr("{flag} cannot take this value ({why}).", flag=flag, why=why)
+            problem = _wrong_type(flag, event.message.splitlines()[0].rstrip("."))
         else:
             return
         raise UserError(

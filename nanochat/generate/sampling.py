@@ -114,8 +114,8 @@ class Sampling:
         if self.top_k is not None and self.top_k < 1:
             raise UserError(
                 tr(
-                    "top_k must be at least 1, got {top_k}. To sample from all tokens, give "
-                    "None, or 0 in a command",
+                    "top_k must be at least 1, got {top_k}. To sample from all tokens, give 0 "
+                    "in a command or flag, and None in Python",
                     top_k=self.top_k,
                 ),
                 exit_code=2,

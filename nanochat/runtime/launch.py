@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.agent.server import api as agent_api
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -136,6 +137,9 @@ def main(words: Sequence[str]) -> int:
     """
     # It would print which process it ends and why, which the last line says better.
     logging.getLogger(multiprocessing_api.__name__).setLevel(logging.CRITICAL)
+    # It would print in English that a signal came, which the ranks say. A second signal that came
+    # while it prints would be swallowed, with a traceback.
+    logging.getLogger(agent_api.__name__).setLevel(logging.ERROR)
     options = parse_args(list(words))
     os.environ[LAUNCHED] = "1"
     is_one_host = options.nnodes in ONE_HOST and not options.rdzv_endpoint

@@ -193,6 +193,8 @@ def test_a_block_that_is_given_and_taken_is_refused(card: Card, monkeypatch: pyt
 def test_mfu_has_the_chips_peak_and_its_source(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     compute = compute_init("npu")
     assert device.peak_flops(compute) == (313e12, "910B3, data sheet, bf16 dense")
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    assert device.peak_flops(compute) == (313e12, "910B3，稠密算力（数据手册, bf16）")
     card.soc = 251
     assert device.peak_flops(compute_init("npu"))[0] == 376e12
     monkeypatch.setenv("NANOCHAT_PEAK_TFLOPS", "354")

@@ -115,6 +115,15 @@ def test_help_is_in_the_language_that_is_chosen_and_shows_the_same_commands(scri
     ] == []
 
 
+def test_speedrun_refuses_in_the_language_that_is_chosen() -> None:
+    for language, start in (("zh", "错误：--preset "), ("en", "error: --preset ")):
+        environment = {"PATH": os.environ["PATH"], "NANOCHAT_LANG": language, "PYTHONUTF8": "1"}
+        command = ["bash", "speedrun.sh", "--preset", "none"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2 and line.startswith(start)
+
+
 MESSAGE = re.compile(r"""^\s*(?:.*\|\| )?echo "([^"]*[a-z]{3,} [a-z]{2,} [^"]*)""", re.MULTILINE)
 
 
@@ -308,6 +317,15 @@ def test_the_settings_of_the_guides_are_flags_and_the_command_line_overrides_the
         assert flag in words
     assert launched(monkeypatch, "--npus=1")[1:3] == ["-m", "scripts.finetune"]
     assert "--checkpoint_activations" not in launched(monkeypatch, "--npus=1", "--no-checkpoint-activations")
+
+
+def test_the_launcher_of_the_guides_speaks_chinese(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    with pytest.raises(SystemExit, match="2"):
+        launched(monkeypatch, "--npus=0")
+    assert capsys.readouterr().err == "错误：--npus 必须至少为 1，现在是 0\n"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import ast
 import re
 import sys
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Literal, TypeGuard
 
 import polib
 import pytest
@@ -74,6 +74,49 @@ def test_help_and_an_unknown_flag_are_in_the_users_language(
         assert end.value.code == (0 if word == "--help" else 2)
         printed = "".join(capsys.readouterr())
         assert expected in printed and "╭─ options" not in printed and "Unrecognized" not in printed
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A script with flags of several types."""
+
+    port: int = 8000
+    """port"""
+    step: int | None = None
+    """step"""
+    ratio: float | Literal["auto"] = "auto"
+    """ratio"""
+    source: Literal["sft", "base"] | None = None
+    """source"""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--port=abc", "--port 必须是整数，现在是 'abc'"),
+        ("--step=1.5", "--step 必须是整数，现在是 '1.5'"),
+        ("--ratio=x", "--ratio 必须是数或 auto，现在是 'x'"),
+        ("--source=foo", "--source 只能是 base, sft 之一，现在是 'foo'"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_in_chinese(
+    words: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    monkeypatch.setattr(sys, "argv", ["script", words])
+    with pytest.raises(SystemExit):
+        run(print, Typed)
+    assert expected in capsys.readouterr().err
+
+
+def test_comments_beside_commands_are_in_the_users_language(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    monkeypatch.setattr(sys, "argv", ["script", "--help"])
+    with pytest.raises(SystemExit):
+        run(print, Flags, "Text.\n\npython -m script   # two models, which a request names")
+    assert re.search("python -m script +# [\u4e00-\u9fff]", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,8 @@ class Machine:
         self.environment: dict[str, str] = {}
         self.root.mkdir()
         (self.root / "locks").mkdir()
+        (self.root / "runs").mkdir()
+        shutil.copy(ROOT / "runs" / "words.sh", self.root / "runs")
         self.stubs.mkdir()
         self.calls.touch()
         for name in ("setup_env.sh", "pyproject.toml"):
@@ -139,6 +141,13 @@ def test_a_second_call_does_nothing_also_after_dev_and_without_cargo(machine: Ma
     assert machine.run() == (0, "", "")
     assert len(machine.called(" pip ")) == calls
     assert stamp.stat().st_mtime_ns == before
+
+
+def test_in_chinese_every_step_is_named_in_chinese(machine: Machine) -> None:
+    code, out, _ = machine.run("--dev", LANG="zh_CN.UTF-8")
+    assert code == 0 and "setup：软件包（" in out
+    alone = [line for line in out.splitlines() if not line.startswith("setup：") or " s)" in line]
+    assert alone == []
 
 
 @pytest.mark.parametrize(("version", "newest"), [("3 8 1", "3.8"), (None, "none was found")])

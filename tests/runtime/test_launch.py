@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -152,3 +153,11 @@ def test_a_port_in_use_is_named_with_a_free_one() -> None:
     assert done.returncode == 1
     assert last.startswith(f"error: MASTER_PORT={port} is taken by another process on this host; start again with a ")
     assert last.endswith("(launcher of host 0)")
+
+
+def test_a_launcher_that_is_stopped_prints_only_the_reason(tmp_path: Path) -> None:
+    script = tmp_path / "stops.py"
+    script.write_text("import os, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)\n")
+    done = start(OURS, "--nproc_per_node=1", str(script))
+    assert done.returncode == 128 + signal.SIGTERM
+    assert done.stderr.splitlines() == ["stopped by SIGTERM; the same command, without --resume, resumes"]

@@ -20,7 +20,7 @@ import torch
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Part, assistant, system, user
-from nanochat.engine import Engine
+from nanochat.engine import Engine, Event
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.serve.cli.terminal import harmless
@@ -180,6 +180,16 @@ def test_words_and_calculator_calls_are_shown_apart_and_cannot_steer_the_termina
     assert out.getvalue().endswith("a\ufffd[2Jb\ufffdc\td\n\ufffde")
 
 
+def test_a_reply_that_ends_within_a_calculator_call_shows_the_call(monkeypatch):
+    chat, _, notes = open_chat(monkeypatch)
+    tokens = [TOKENIZER.special("python_start"), *TOKENIZER.encode("12*12"), TOKENIZER.special("assistant_end")]
+    events = [Event(0, token, 0.0, False, None) for token in tokens]
+    monkeypatch.setattr(chat.engine, "step", lambda: [events.pop(0)])
+    monkeypatch.setattr(type(chat.engine), "busy", property(lambda engine: bool(events)))
+    chat_cli.reply(chat, "cat")
+    assert "[12*12 ...]" in notes.getvalue()
+
+
 def test_the_first_turns_are_left_out_when_the_context_is_full_and_it_is_said(monkeypatch):
     chat, _, notes = open_chat(monkeypatch, system="cat")
     asked = [f"{'mat ' * 5}{i}" for i in range(8)]
@@ -275,7 +285,7 @@ def test_commands_change_the_settings_and_say_so(monkeypatch):
     [
         ("/temp warm", "'warm'"),
         ("/temp -1", "temperature"),
-        ("/topk 1.5", "a number"),
+        ("/topk 1.5", "a whole number"),
         ("/max 0", "max_tokens"),
         ("/save", "a file name"),
         ("/save /dev/null/chat.json", "cannot be written"),

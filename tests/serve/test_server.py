@@ -189,6 +189,7 @@ def test_unknown_routes_and_methods_get_openais_error(client):
         response = client.request(method, path)
         assert response.status_code == status
         assert response.json()["error"]["code"] == "not_found"
+    assert f"{CHAT} answers POST only" in client.get(CHAT).json()["error"]["message"]
     for path in ("/docs", "/redoc", "/openapi.json", "/assets/index.html", "/assets/%2e%2e%2fserver.py"):
         assert client.get(path).status_code == 404
 

@@ -247,7 +247,14 @@ class Ascend(Platform):
         chip = self.chip
         if not chip.tflops:
             return None
-        return chip.tflops * 1e12, f"{chip.name}, {chip.source} dense"
+        words = {
+            "data sheet": tr("data sheet"),
+            "estimate": tr("estimate"),
+            "estimate from cores and clock": tr("estimate from cores and clock"),
+            "one die": tr("one die"),
+        }
+        source = ", ".join(words.get(word, word) for word in chip.source.split(", "))
+        return chip.tflops * 1e12, tr("{chip}, {source} dense", chip=chip.name, source=source)
 
     def graphs_missing(self) -> str:
         """Return why graphs cannot be captured, or "" if they can.

@@ -157,7 +157,7 @@ class Nvidia(Platform):
         tflops = peak_tflops(name)
         if tflops is None:
             return None
-        return tflops * 1e12, f"{name}, data sheet, bf16 dense"
+        return tflops * 1e12, tr("{chip}, data sheet, bf16 dense", chip=name)
 
     def chips(self) -> Sequence[Chip]:
         """Return the kinds of GPUs that nanochat.planner can plan for."""

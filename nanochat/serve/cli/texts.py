@@ -32,6 +32,7 @@ TEXTS = {
         "tokens must "
         "also hold the chat",
         "number": "{command} needs a number, got {given!r}: type {command} 1, for example",
+        "whole": "{command} needs a whole number, got {given!r}: type {command} 50, for example",
         "file": "{command} needs a file name: type {command} chat.json, for example",
         "home": "there is no home folder for {given}: type another path, such as {command} "
         "./chat.json",
@@ -77,6 +78,7 @@ TEXTS = {
         "unsaid": "服务器的默认值",
         "most": "服务器的上下文为 {context} 个词元，还要放下对话，因此回答最多 {most} 个词元",
         "number": "{command} 后面要写数字，不能写 {given!r}；例如 {command} 1",
+        "whole": "{command} 后面要写整数，不能写 {given!r}；例如 {command} 50",
         "file": "{command} 后面要写文件名，例如 {command} chat.json",
         "home": "找不到 {given} 中的用户主目录，请换一个路径，例如 {command} ./chat.json",
         "saved": "已把 {count} 条消息保存到 {path}",
