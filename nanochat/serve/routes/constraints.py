@@ -13,8 +13,8 @@ from urllib.parse import quote
 from nanochat.generate.sampling import Sampling
 from nanochat.generate.schema.grammar import MOST_BYTES
 from nanochat.serve.formats.marked_calls import CLOSE, OPEN
-from nanochat.serve.formats.xml_calls import END, FUNCTION, PARAMETER
 from nanochat.serve.formats.values import object_schema
+from nanochat.serve.formats.xml_calls import END, FUNCTION, PARAMETER
 from nanochat.serve.routes.fields import invalid, kind
 from nanochat.serve.routes.reply import Form
 from nanochat.serve.routes.tools import Tools, standalone
