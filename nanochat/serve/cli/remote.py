@@ -133,6 +133,7 @@ class Remote:
                         )
                     ) from line
                 if line is None or line == b"data: [DONE]":
+                    self.finish = self.finish or "stop"  # some servers give no reason
                     return
                 if line.startswith(b"data:"):
                     yield from self._parts(line[5:])

@@ -9,8 +9,10 @@ import math
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 MOST_DEPTH = 100  # levels of objects and lists; templates and schemas are walked by recursion
+MOST_REFERENCES = 8  # references that are followed to the schema with the properties
 # The key of what a model wrote in place of a JSON object, where only an object can be passed on.
 # Anthropic's documentation names it.
 NO_JSON = "INVALID_JSON"
@@ -74,6 +76,28 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
     if "string" in types and value is not None:
         return text
     return value
+
+
+def object_schema(schema: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Follow the references at the top of a function's schema to the schema with its properties.
+
+    Zod writes such references. Returns the JSON pointer of the schema that is found, and the schema.
+    """
+    pointer = ""
+    found = schema
+    for _ in range(MOST_REFERENCES):
+        reference = found.get("$ref")
+        if "properties" in found or not isinstance(reference, str) or reference[:2] != "#/":
+            break
+        target: Any = schema
+        for part in reference[2:].split("/"):
+            key = unquote(part).replace("~1", "/").replace("~0", "~")
+            target = target.get(key) if isinstance(target, Mapping) else None
+        if not isinstance(target, Mapping):
+            break
+        pointer = reference[1:]
+        found = target
+    return pointer, found
 
 
 def _without_half(escape: re.Match[str]) -> str:

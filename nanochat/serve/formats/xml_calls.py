@@ -10,7 +10,7 @@ from typing import Any
 
 from nanochat.serve.formats.marked_calls import CLOSE, OPEN, MarkedCalls
 from nanochat.serve.formats.pieces import Arguments, Call, Piece, add_piece, first_mark
-from nanochat.serve.formats.values import properties_text, typed
+from nanochat.serve.formats.values import object_schema, properties_text, typed
 
 FUNCTION = "<function="
 PARAMETER = "<parameter="
@@ -101,7 +101,7 @@ class XmlCalls(MarkedCalls):
 
     def _add(self, pieces: list[Piece], key: str, text: str) -> None:
         """Pass an argument on as JSON."""
-        properties = self._parameters[self._name].get("properties")
+        properties = object_schema(self._parameters[self._name])[1].get("properties")
         schema = properties.get(key) if isinstance(properties, dict) else None
         value = typed(text, schema if isinstance(schema, dict) else {})
         add_piece(pieces, Arguments(", " if self._arguments else "{"))

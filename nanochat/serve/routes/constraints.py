@@ -8,18 +8,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from urllib.parse import quote
 
 from nanochat.generate.sampling import Sampling
+from nanochat.generate.schema.grammar import MOST_BYTES
 from nanochat.serve.formats.marked_calls import CLOSE, OPEN
+from nanochat.serve.formats.values import object_schema
 from nanochat.serve.formats.xml_calls import END, FUNCTION, PARAMETER
 from nanochat.serve.routes.fields import invalid, kind
 from nanochat.serve.routes.reply import Form
-from nanochat.serve.routes.tools import Tools
+from nanochat.serve.routes.tools import Tools, standalone
 
 TEXT = r"/(.|\n)*/"
 # The white space with which models are trained to write calls.
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 COMPACT = {"whitespace_flexible": False}
+MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold values
 KEY = re.compile(r"[^<>\n]{1,200}")
 
 
@@ -95,13 +100,18 @@ def _xml_rules(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
 
     Of texts, their values and lengths are held to the schema; other values are held to all of it.
     """
-    properties = schema.get("properties", {})
+    pointer, arguments = object_schema(schema)
+    properties = arguments.get("properties", {})
     if not isinstance(properties, dict):
         text = f"the properties of {name} must be an object, got {kind(properties)}"
         raise invalid(text, "tools")
-    required = schema.get("required")
+    required = arguments.get("required")
     required = required if isinstance(required, list) else []
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    whole = standalone({name: schema})[name]
+    address = whole.pop("$id").removesuffix("#")
+    whole = {"$id": address, **_absolute(whole, address)}
+    whole_size = len(json.dumps(whole))
+    left = MOST_BYTES
     symbols = []
     rules = []
     for number, (key, value) in enumerate(properties.items()):
@@ -111,13 +121,60 @@ def _xml_rules(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
         argument = f"{rule}_{number}"
         symbols.append(argument if key in required else f"{argument}?")
         value = value if isinstance(value, dict) else {}
-        rules += _value_rules(argument, f"{PARAMETER}{key}>\n", {**shared, **value})
+        json_schema = value
+        if "$ref" in json.dumps(value):
+            left -= whole_size
+            if left < 0:
+                text = (
+                    f"the parameters of {name} are too large for so many references, each of which "
+                    "needs all of them: shorten the schema, or write out what it refers to"
+                )
+                raise invalid(text, "tools")
+            reference = f"{address}#{pointer}/properties/{_pointer_key(key)}"
+            json_schema = {"$ref": reference, "$defs": {"tool": whole}}
+        rules += _value_rules(argument, f"{PARAMETER}{key}>\n", value, json_schema)
     head = _quoted(f"{FUNCTION}{name}>\n")
     return [f"{rule}: {' '.join([head, *symbols])}", *rules]
 
 
-def _value_rules(rule: str, head: str, schema: dict[str, Any]) -> list[str]:
-    """Return the rules of one argument, whose opening tag is `head`."""
+def _absolute(part: Any, address: str, is_map: bool = False) -> Any:
+    """Return a part of a schema with `address` in front of references that begin with #.
+
+    llguidance needs them so: it looks for other references in the outermost schema. A map such as
+    `properties` has schemas under names of its own. A schema with an own `$id` is left as it is.
+    """
+    if isinstance(part, list):
+        return [_absolute(item, address) for item in part]
+    if not isinstance(part, dict) or ("$id" in part and not is_map):
+        return part
+    changed: dict[str, Any] = {}
+    for key, value in part.items():
+        if is_map:
+            changed[key] = _absolute(value, address)
+        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            changed[key] = address + value
+        elif key not in VALUES:
+            changed[key] = _absolute(value, address, key in MAPS)
+        else:
+            changed[key] = value
+    return changed
+
+
+def _pointer_key(key: str) -> str:
+    """Return a key as a JSON pointer in a reference has it."""
+    return quote(key.replace("~", "~0").replace("/", "~1"))
+
+
+def _value_rules(
+    rule: str,
+    head: str,
+    schema: Mapping[str, Any],
+    json_schema: Mapping[str, Any],
+) -> list[str]:
+    """Return the rules of one argument, whose opening tag is `head`.
+
+    `json_schema` means the same as `schema` where it stands alone.
+    """
     end = "\n</parameter>\n"
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list) and all(isinstance(value, str) for value in values):
@@ -128,7 +185,7 @@ def _value_rules(rule: str, head: str, schema: dict[str, Any]) -> list[str]:
         value = f"{rule}_value"
         return [
             f"{rule}: {_quoted(head)} {value} {_quoted(end)}",
-            f"{value}: {_json(schema, SPACED)}",
+            f"{value}: {_json(json_schema, SPACED)}",
         ]
     text = TEXT
     least, most = schema.get("minLength"), schema.get("maxLength")

@@ -48,7 +48,7 @@ class Tools:
 
     def call_schema(self, names: Sequence[str]) -> str:
         """Return the JSON schema (as text) of a call of one of these functions."""
-        argument_schemas = _standalone({name: self.parameters[name] for name in names})
+        argument_schemas = standalone({name: self.parameters[name] for name in names})
         calls = [
             {
                 "type": "object",
@@ -69,7 +69,7 @@ class Tools:
 NONE = Tools()
 
 
-def _standalone(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def standalone(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return a dict of JSON schemas, changed so that they mean the same inside another schema.
 
     A pointer such as #/$defs/Colour starts at the nearest schema around it that has a `$id`, so

@@ -242,6 +242,12 @@ def test_an_odd_length_of_the_reply_is_not_shown(tokens):
     assert (remote.tokens, parts) == (0, [Part("text", "hi")])
 
 
+@pytest.mark.parametrize("end", [b"data: [DONE]\n\n", b""])
+def test_a_reply_that_ends_without_a_reason_was_not_stopped_by_the_user(end):
+    remote, parts = said_by(listing(), answer(b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n' + end))
+    assert (remote.finish, parts) == ("stop", [Part("text", "hi")])
+
+
 @pytest.mark.parametrize("name", [5, None, "", "x" * 10_000, {"a": 1}])
 def test_a_model_without_a_name_is_refused(name):
     with pytest.raises(UserError, match="names no model"):

@@ -18,7 +18,8 @@ WEATHER = {"type": "object", "properties": {"city": STRING, "days": NUMBER, "tag
 MAYBE = {
     "properties": {"a": {"type": ["string", "null"]}, "b": {"enum": [1, 2]}, "c": {"$ref": "#/x"}, "d": {"anyOf": 5}}
 }
-TOOLS = Tools({"weather": WEATHER, "clock": {"type": "object"}, "maybe": MAYBE})
+ZOD = {"$ref": "#/definitions/A", "definitions": {"A": {"properties": {"a": NUMBER}}}}
+TOOLS = Tools({"weather": WEATHER, "clock": {"type": "object"}, "maybe": MAYBE, "zod": ZOD})
 THINK = Marks("<think>", "</think>")
 
 
@@ -173,6 +174,7 @@ def xml(name: str, **arguments: str) -> str:
         (xml("maybe", a="null", b="2", c="[1]", d="x"), [("maybe", '{"a": null, "b": 2, "c": [1], "d": "x"}')]),
         (xml("maybe", a="5", b="True"), [("maybe", '{"a": "5", "b": true}')]),
         (xml("clock", zone="5"), [("clock", '{"zone": "5"}')]),
+        (xml("zod", a="5"), [("zod", '{"a": 5}')]),
         ("<tool_call><function=weather><parameter=city>a</parameter></function></tool_call>", [("weather", '{"city": "a"}')]),
         (xml("weather", tags=r'["\ud800"]', days="NaN"), [("weather", '{"tags": ["\ufffd"], "days": "NaN"}')]),
         (xml("weather", days="-Infinity", tags="[1e999]"), [("weather", '{"days": "-Infinity", "tags": "[1e999]"}')]),

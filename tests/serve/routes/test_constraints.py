@@ -82,6 +82,42 @@ def test_a_forced_call_is_one_of_the_functions_with_arguments_of_its_schema(call
     assert refused_at(call("clock"), Form(tools(tool_choice={"function": {"name": "weather"}}), calls)) is not None
 
 
+FIVE = {"enum": [5]}
+# name -> a function's parameters, and an argument `a` that they allow; (6) is none
+REFERENCES: dict[str, tuple[dict[str, Any], Any]] = {
+    "another argument": ({"properties": {"b": FIVE, "a": {"$ref": "#/properties/b"}}}, 5),
+    "its own definitions": ({"properties": {"a": {"$ref": "#/properties/a/$defs/A", "$defs": {"A": FIVE}}}}, 5),
+    "a whole address": ({"$id": "x:y", "properties": {"a": {"$ref": "x:y#/$defs/A"}}, "$defs": {"A": FIVE}}, 5),
+    "an anchor": ({"properties": {"a": {"$ref": "#here"}}, "$defs": {"A": {"$anchor": "here", **FIVE}}}, 5),
+    "itself": ({"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}, {"a": None}),
+    "at the top, as zod writes it": ({"$ref": "#/definitions/A", "definitions": {"A": {"properties": {"a": FIVE}}}}, 5),
+    "no reference": (
+        {"properties": {"a": {"properties": {"$ref": FIVE, "b": {"const": {"$ref": "#/x"}}}, "type": "object"}}},
+        {"$ref": 5, "b": {"$ref": "#/x"}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFERENCES)
+@pytest.mark.parametrize(("calls", "call"), BOTH)
+def test_references_mean_in_one_argument_what_they_mean_in_the_function(case: str, calls: str, call: Any) -> None:
+    parameters, good = REFERENCES[case]
+    form = Form(tools(tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}]), calls)
+    good, bad = (json.dumps(good), "6") if calls == "xml" else (good, 6)
+    assert refused_at(call("f", a=good), form) is None
+    assert refused_at(call("f", a=bad), form) is not None
+
+
+def test_many_references_to_a_large_schema_are_refused_before_they_are_copied() -> None:
+    properties = {f"a{i}": {"$ref": "#/$defs/D0"} for i in range(100)}
+    parameters = {"properties": properties, "$defs": {f"D{i}": {"enum": [i, "x" * 90]} for i in range(100)}}
+    offered = tools(tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    with pytest.raises(ApiError, match="too large for so many references"):
+        grammar(Form(offered, "xml"))
+    parameters["properties"] = {f"a{i}": {"type": "integer"} for i in range(100)}
+    assert len(grammar(Form(offered, "xml")) or "") < 30_000
+
+
 @pytest.mark.parametrize(("calls", "call"), BOTH)
 def test_several_calls_are_written_where_the_client_says_so(calls: str, call: Any) -> None:
     two = f"{call('clock')}\n{call('weather', city='a')}"
