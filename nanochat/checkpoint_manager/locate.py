@@ -299,7 +299,9 @@ def shown_parent(identity: str, name: str) -> str:
     if parent is None:
         return name
     stage, tag, step = parent.groups()
-    return tr("the model {tag} of stage {stage}, step {step:,}", tag=tag, stage=stage, step=int(step))
+    return tr(
+        "the model {tag} of stage {stage}, step {step:,}", tag=tag, stage=stage, step=int(step)
+    )
 
 
 def updates(meta: dict[str, Any]) -> int:
