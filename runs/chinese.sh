@@ -101,4 +101,4 @@ train forgetting scripts.base_loss --source sft --data "$data" --once # on the d
 if [ "$preset" = full ]; then train sft_eval scripts.chat_eval -i sft --once; fi
 python -m nanochat.report generate
 python -m nanochat.report show
-echo "Chat with it / 和它聊天：  source .venv/bin/activate && python -m scripts.chat_web"
+tell "Chat with it:  source .venv/bin/activate && python -m scripts.chat_web" "和它聊天：  source .venv/bin/activate && python -m scripts.chat_web"

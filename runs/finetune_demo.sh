@@ -73,35 +73,41 @@ if [ -z "$model" ]; then fetch_smollm2; fi
 before=$demo/before-$(basename "$model")
 if [ ! -e "$before" ]; then
     echo
-    echo "== before fine-tuning / 微调之前"
+    tell "== before fine-tuning" "== 微调之前"
     ask --model "$model" | tee "$before.part"
     mv "$before.part" "$before"
 fi
 echo
-echo "== fine-tuning / 微调"
+tell "== fine-tuning" "== 微调"
 train tune scripts.finetune --model "$model" --data runs/finetune_demo.jsonl --out_tag "$tag" "${flags[@]}"
 ask -i tune -g "$tag" >"$demo/after"
 
 echo
-echo "== before fine-tuning / 微调之前"
+tell "== before fine-tuning" "== 微调之前"
 cat "$before"
 echo
-echo "== after fine-tuning / 微调之后"
+tell "== after fine-tuning" "== 微调之后"
 cat "$demo/after"
 echo
 python - "$base/tuned_checkpoints/$tag/metrics.jsonl" <<'PYTHON'
 import json
 import sys
 
+from nanochat.common import language
+
 lines = [json.loads(line) for line in open(sys.argv[1], encoding="utf-8")]
 general = [line["general_perplexity"] for line in lines if "general_perplexity" in line]
-print(f"learned: the loss of its answers fell from {lines[1]['loss']:.2f} to {lines[-1]['loss']:.2f}")
-print(f"forgotten: the perplexity of general text was {general[0]:.2f} before and is {general[-1]:.2f} now")
-print(f"学到的：回答的损失从 {lines[1]['loss']:.2f} 降到 {lines[-1]['loss']:.2f}")
-print(f"忘掉的：通用文本的困惑度从 {general[0]:.2f} 变为 {general[-1]:.2f}")
+first, last = lines[1]["loss"], lines[-1]["loss"]
+before, now = general[0], general[-1]
+if language() == "zh":
+    print(f"学到的：回答的损失从 {first:.2f} 降到 {last:.2f}")
+    print(f"忘掉的：通用文本的困惑度从 {before:.2f} 变为 {now:.2f}")
+else:
+    print(f"learned: the loss of its answers fell from {first:.2f} to {last:.2f}")
+    print(f"forgotten: the perplexity of general text was {before:.2f} before and is {now:.2f} now")
 PYTHON
 echo
-echo "Chat with it, in English / 用英文和它聊天："
+tell "Chat with it, in English:" "用英文和它聊天："
 echo "  source .venv/bin/activate"
 echo "  python -m scripts.chat_cli -i tune -g $tag"
 echo "  python -m scripts.chat_web -i tune -g $tag"

@@ -569,23 +569,19 @@ def log_model(
     """
     loaded = chosen.loaded
     api = tr(", in the API {name}", name=name) if name else ""
+    about = {"tag": harmless(loaded.tag), "context": chosen.context, "api": api}
     if loaded.stage == PUBLISHED:
-        model = tr(
-            "模型 / model: {tag} (published), context of {context} tokens{api}",
-            tag=harmless(loaded.tag),
-            context=chosen.context,
-            api=api,
-        )
+        log(tr("模型 / model: {tag} (published), context of {context} tokens{api}", **about))
     else:
-        model = tr(
-            "模型 / model: stage {stage}, tag {tag}, step {step}, context of {context} tokens{api}",
-            stage=loaded.stage,
-            tag=harmless(loaded.tag),
-            step=loaded.step,
-            context=chosen.context,
-            api=api,
+        log(
+            tr(
+                "模型 / model: stage {stage}, tag {tag}, step {step}, context of {context} "
+                "tokens{api}",
+                stage=loaded.stage,
+                step=loaded.step,
+                **about,
+            )
         )
-    log(model)
     gigabytes = cache_bytes / 1e9
     log(
         tr(

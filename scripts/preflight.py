@@ -264,7 +264,7 @@ def log_time(cfg: Config, model: Model, compute: Compute) -> None:
     log(
         tr(
             "time    about {time} to train on {tokens:,.0f} tokens with {flops:.2e} FLOPs; "
-            "sampling and evaluating come on top",
+            "starting the stages, sampling and evaluating come on top",
             time=duration(seconds),
             tokens=tokens,
             flops=tokens * model.flops_per_token(),

@@ -282,7 +282,9 @@ def _refusal(failure: Exception, path: str) -> ApiError:
     if isinstance(failure, HTTPException):
         subject = f"this server has no {path[:80]}"
         if failure.status_code == 405:
-            subject = f"{path[:80]} answers {(failure.headers or {}).get('Allow', 'other methods')} only"
+            subject = (
+                f"{path[:80]} answers {(failure.headers or {}).get('Allow', 'other methods')} only"
+            )
         elif failure.status_code != 404:
             subject = f"{failure.detail} at {path[:80]}"
         text = f"{subject}: docs/chat.md lists the routes"
