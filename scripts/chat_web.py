@@ -569,7 +569,8 @@ def log_model(
     """
     loaded = chosen.loaded
     api = tr(", in the API {name}", name=name) if name else ""
-    about = {"tag": harmless(loaded.tag), "context": chosen.context, "api": api}
+    about: dict[str, Any] = {"tag": harmless(loaded.tag), "context": chosen.context, "api": api}
+    about |= {"stage": loaded.stage, "step": loaded.step}
     if loaded.stage == PUBLISHED:
         log(tr("模型 / model: {tag} (published), context of {context} tokens{api}", **about))
     else:
@@ -577,18 +578,15 @@ def log_model(
             tr(
                 "模型 / model: stage {stage}, tag {tag}, step {step}, context of {context} "
                 "tokens{api}",
-                stage=loaded.stage,
-                step=loaded.step,
                 **about,
             )
         )
-    gigabytes = cache_bytes / 1e9
     log(
         tr(
             "缓存 / cache: {slots} chats of {context:,} tokens: up to {gigabytes:.2g} GB",
             slots=slots,
             context=chosen.context,
-            gigabytes=gigabytes,
+            gigabytes=cache_bytes / 1e9,
         )
     )
     if chosen.latest:
@@ -613,9 +611,8 @@ def log_model(
                 passed=harmless(chosen.passed),
             )
         )
-    reason = f"{drawing.reason['zh']} / {drawing.reason['en']}"
-    if language() == "zh":
-        reason = drawing.reason["zh"]
+    chinese, english = drawing.reason["zh"], drawing.reason["en"]
+    reason = chinese if language() == "zh" else f"{chinese} / {english}"
     log(
         tr(
             "温度 / temperature {temperature:g}, top-k {top_k}, top-p {top_p:g}, "
