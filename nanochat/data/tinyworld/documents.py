@@ -9,12 +9,11 @@ from nanochat.data.tinyworld.facts import Fact, all_facts, facts_by_relation, se
 from nanochat.data.tinyworld.stories import counting_story, logic_story, story_data
 from nanochat.data.tinyworld.talks.dialogues import dialogue_data
 from nanochat.data.tinyworld.talks.tale_telling import tale_document
-from nanochat.data.tinyworld.wording import sentence, state
+from nanochat.data.tinyworld.wording import state
 from nanochat.data.tinyworld.words import LANGUAGES, Language, data_text, full_stop, joined
 
 SENTENCES_PER_DOCUMENT = (4, 8)
 TALES = 50  # in each language and copy of the corpus
-CAPITALS = 40  # lists of words that begin sentences, in each copy of the corpus
 BEGINNINGS = 120  # beginnings of tales in each language and copy of the corpus
 
 
@@ -48,7 +47,6 @@ def one_copy(rng: random.Random) -> list[str]:
         texts += [tale_document(language, rng, complete=False) for _ in range(BEGINNINGS)]
     texts += sums(rng, 40)
     texts += small_sums(rng, 10, Mental())
-    texts += capital_letters(rng, CAPITALS)
     return texts
 
 
@@ -210,24 +208,6 @@ def asking(
             p, q = rng.sample(names, 2)
             lines.append(pattern.format(p=p, q=q, n=rng.randint(2, 9)))
         yield "\n".join(lines)
-
-
-def capital_letters(rng: random.Random, count: int) -> Iterator[str]:
-    """Yield `count` lists of English words, each followed by the word as a sentence of its own.
-
-    A word and the word that begins a sentence are different tokens, and many a word begins no
-    sentence of the other documents. The lists state no fact.
-    """
-    words = english_values()
-    for _ in range(count):
-        chosen = rng.sample(words, 8)
-        yield "\n".join(f"As a sentence, {word} becomes\n{sentence(word)}." for word in chosen)
-
-
-def english_values() -> list[str]:
-    """Return the English values of all facts that begin with a small letter."""
-    names = {fact.value.en.name for fact in all_facts()}
-    return sorted(name for name in names if name[0].islower() and name[1:2] != "-")
 
 
 def about_nanochat(
