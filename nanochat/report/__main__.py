@@ -9,7 +9,6 @@ python -m nanochat.report check ~/.cache/nanochat/base_checkpoints/smoke    # ju
 """
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,18 +21,15 @@ from nanochat.report.compare import compare, load_run, named
 from nanochat.report.curves import draw
 from nanochat.report.html import page
 from nanochat.report.markdown import cell, markdown
-from nanochat.report.sections import TITLES, current_sections, report_dir
+from nanochat.report.sections import current_sections, report_dir
 from nanochat.report.summary import (
-    BASE_CORPUS,
-    GENERAL_TEXT,
-    PREFERENCES,
     columns,
     environment,
     summary,
     table,
 )
+from nanochat.report.words import measure, total_cost
 from nanochat.runtime.cost import read_stages, stages_file
-from nanochat.runtime.progress import duration
 
 
 def generate(key: str = "") -> Path:
@@ -62,7 +58,7 @@ def generate(key: str = "") -> Path:
         "sections": sections,
     }
     pictures = {
-        f"{name}.png": draw(TITLES[name], {name: data})
+        f"{name}.png": draw(name.replace("_", ": "), {name: data})
         for name, data in sections.items()
         if name.endswith("_train") and data.get("loss")
     }
@@ -70,7 +66,7 @@ def generate(key: str = "") -> Path:
         write_atomic(folder / file, picture)
     text = markdown(report, pictures)
     write_atomic(folder / "report.md", text)
-    write_atomic(folder / "report.html", page("nanochat report", text, pictures))
+    write_atomic(folder / "report.html", page(tr("nanochat report"), text, pictures))
     write_json(folder / "report.json", report)  # last: this file says that the report is complete
     return folder / "report.md"
 
@@ -116,41 +112,8 @@ def show() -> None:
     for name, row in report["table"].items():
         grid.add_row(measure(name), *(cell(row[stage]) if stage in row else "" for stage in stages))
     Console().print(grid)
-    log(_total_cost(report["summary"]))
+    log(total_cost(report["summary"]))
     log(tr("report: {path}", path=report_dir() / "report.md"))
-
-
-def measure(name: str) -> str:
-    """Return the name of a measure in the user's language; the names of tasks stay as they are."""
-    names = {
-        "bits per byte of documents": tr("bits per byte of documents"),
-        "bits per byte of conversations": tr("bits per byte of conversations"),
-        "bits per byte of answers in midtraining": tr("bits per byte of answers in midtraining"),
-        "bits per byte of answers": tr("bits per byte of answers"),
-        "bits per byte of answers of your own data": tr(
-            "bits per byte of answers of your own data"
-        ),
-        BASE_CORPUS: tr("bits per byte of the base corpus"),
-        PREFERENCES: tr("preferences of your own data that the model follows"),
-        GENERAL_TEXT: tr("perplexity of general text"),
-        "training loss, first step": tr("training loss, first step"),
-        "training loss, last step": tr("training loss, last step"),
-    }
-    measure, separator, domain = name.partition(": ")
-    return f"{names.get(measure, measure)}{separator}{domain}"
-
-
-def _total_cost(total: Mapping[str, float]) -> str:
-    """Return what markdown.cost_of() does, in the user's language."""
-    time = duration(60 * total["minutes"])
-    if not total["cpu_minutes"]:
-        return tr("{time} of training", time=time)
-    return tr(
-        "{time}, {cpu_time} of CPU time, at most {memory:.2f} GB of memory",
-        time=time,
-        cpu_time=duration(60 * total["cpu_minutes"]),
-        memory=total["memory_gb"],
-    )
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,11 @@ from typing import Any
 from nanochat.common import UserError, read_json, tr, write_atomic
 from nanochat.report.curves import draw
 from nanochat.report.html import page
-from nanochat.report.markdown import MEANINGS, cell, grid
-from nanochat.report.sections import COLUMNS, TITLES
-from nanochat.runtime.progress import plain_duration
+from nanochat.report.markdown import cell, grid
+from nanochat.report.sections import COLUMNS, SECTIONS
+from nanochat.report.words import meanings, measure, training_figures
+from nanochat.runtime.progress import duration
 
-# Figures of a training stage that the comparison shows, and their names in the table.
-FIGURES = {
-    "parameters": "parameters",
-    "steps": "steps",
-    "last_loss": "last training loss",
-    "tokens_per_second": "tokens a second",
-    "mfu_percent": "MFU in percent",
-    "minutes": "minutes of training",
-    "skipped_updates": "skipped updates",
-}
 IGNORED = {"parent", "run", "device_type"}  # settings that always differ, or that change nothing
 HOST_FACTS = ("commit", "processor", "cores", "python", "versions")
 # The keys of a report.json, and the type of each value.
@@ -118,10 +109,11 @@ def measures(runs: Sequence[Run]) -> list[list[str]]:
             for name, row in run.report["table"].items():
                 if stage in row:
                     keys[name, stage] = None
-    return [
-        [f"{name}, after {stage.upper()}", *(_measure(run, name, stage) for run in runs)]
-        for name, stage in keys
-    ]
+    rows = []
+    for name, stage in keys:
+        label = tr("{measure}, after {stage}", measure=measure(name), stage=stage.upper())
+        rows.append([label, *(_measure(run, name, stage) for run in runs)])
+    return rows
 
 
 def _measure(run: Run, name: str, stage: str) -> str:
@@ -143,9 +135,9 @@ def figures(runs: Sequence[Run], price_per_hour: float | None) -> list[list[str]
     rows = _total_costs(runs)
     if price_per_hour is not None:
         prices = [f"{price_per_hour * run.total['minutes'] / 60:,.2f}" for run in runs]
-        rows.append([f"cost at {price_per_hour:g} an hour", *prices])
+        rows.append([tr("cost at {price:g} an hour", price=price_per_hour), *prices])
     for stage in COLUMNS:
-        for key, name in FIGURES.items():
+        for key, name in training_figures().items():
             values = [run.training(stage).get(key) for run in runs]
             if any(values):
                 cells = ["" if value is None else cell(value) for value in values]
@@ -158,13 +150,13 @@ def _total_costs(runs: Sequence[Run]) -> list[list[str]]:
 
     A cell is empty if the run's report has no costs, because speedrun.sh did not start its stages.
     """
-    time = ["time"]
-    cpu_time = ["CPU time"]
-    memory = ["memory in GB"]
+    time = [tr("time")]
+    cpu_time = [tr("CPU time")]
+    memory = [tr("memory in GB")]
     for run in runs:
         is_known = bool(run.total["minutes"])
-        time.append(plain_duration(60 * run.total["minutes"]) if is_known else "")
-        cpu_time.append(plain_duration(60 * run.total["cpu_minutes"]) if is_known else "")
+        time.append(duration(60 * run.total["minutes"]) if is_known else "")
+        cpu_time.append(duration(60 * run.total["cpu_minutes"]) if is_known else "")
         memory.append(f"{run.total['memory_gb']:.2f}" if is_known else "")
     return [row for row in (time, cpu_time, memory) if any(row[1:])]
 
@@ -177,8 +169,8 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
     rows = []
     for key in HOST_FACTS:
         facts = [cell(run.report["environment"].get(key, "")) for run in runs]
-        rows.append([f"host: {key}", *facts])
-    for name in TITLES:
+        rows.append([tr("host: {fact}", fact=key), *facts])
+    for name in SECTIONS:
         sections = [run.sections.get(name, {}) for run in runs]
         settings = [data.get("settings") or {} for data in sections]
         keys = dict.fromkeys(key for run_settings in settings for key in run_settings)
@@ -202,7 +194,7 @@ def _pictures(runs: Sequence[Run]) -> dict[str, bytes]:
         sections = {run.name: run.training(stage) for run in runs}
         with_curves = [run for run in runs if run.training(stage).get("loss")]
         if len(with_curves) > 1:
-            pictures[f"compare_{stage}.png"] = draw(TITLES[f"{stage}_train"], sections)
+            pictures[f"compare_{stage}.png"] = draw(f"{stage}: train", sections)
     return pictures
 
 
@@ -213,26 +205,30 @@ def compare(
 ) -> Path:
     """Write compare.md, compare.html and the pictures to a folder; return compare.html's path."""
     names = [run.name for run in runs]
-    title = f"{' and '.join(names) if len(names) < 4 else f'{len(names)} runs'} compared"
+    if len(names) < 4:
+        title = tr("{names} compared", names=tr(" and ").join(names))
+    else:
+        title = tr("{count} runs compared", count=len(names))
     pictures = _pictures(runs)
     rows = measures(runs)
-    meanings = [name for name in MEANINGS if any(row[0].startswith(f"{name}, ") for row in rows)]
+    in_table = {name for run in runs for name in run.report["table"]}
     changed = differences(runs)
-    lines = [f"# {title}", "", "## Measures", ""]
-    lines += grid(["measure", *names], rows)
+    lines = [f"# {title}", "", f"## {tr('Measures')}", ""]
+    lines += grid([tr("measure"), *names], rows)
     lines.append(
-        "Intervals are 95 %. Where two intervals overlap widely, the difference may be chance."
+        tr("Intervals are 95 %. Where two intervals overlap widely, the difference may be chance.")
     )
-    lines += ["", *(f"- {name}: {MEANINGS[name]}" for name in meanings), ""]
-    lines += ["## Cost", ""]
-    lines += grid(["figure", *names], figures(runs, price_per_hour))
-    lines += ["## What differed", ""]
+    explained = [(name, meaning) for name, meaning in meanings().items() if name in in_table]
+    lines += ["", *(f"- {measure(name)}: {meaning}" for name, meaning in explained), ""]
+    lines += [f"## {tr('Cost')}", ""]
+    lines += grid([tr("figure"), *names], figures(runs, price_per_hour))
+    lines += [f"## {tr('What differed')}", ""]
     if changed:
-        lines += grid(["setting", *names], changed)
+        lines += grid([tr("setting"), *names], changed)
     else:
-        lines += ["Nothing that the reports know.", ""]
+        lines += [tr("Nothing that the reports know."), ""]
     if pictures:
-        lines += ["## Curves", ""]
+        lines += [f"## {tr('Curves')}", ""]
         lines += [f"![{file}]({file})\n" for file in pictures]
     text = "\n".join(lines)
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,8 @@ from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 from markdown_it.utils import OptionsDict
 
+from nanochat.common import language
+
 # The only HTML that our own Markdown contains. Anything else that looks like HTML comes from a
 # model's reply and is shown as text.
 OWN_HTML = re.compile(r"(<details><summary>[\w ]+</summary>|</details>)\s*")
@@ -43,7 +45,7 @@ def page(title: str, markdown: str, pictures: Mapping[str, bytes]) -> str:
                 _embed(child, pictures)
     body = renderer.renderer.render(tokens, renderer.options, {})
     return (
-        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f'<!doctype html>\n<html lang="{language()}">\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n{body}</html>\n"

@@ -29,32 +29,16 @@ CURVES = (
 PIPELINE = ("base", "mid", "sft", "rl")
 FROM_FOLDERS = ("published", "tune")  # models of published folders, before and after finetune
 COLUMNS = (*PIPELINE, *FROM_FOLDERS)
-TITLES = {
-    "tok_train": "Tokenizer",
-    "tok_eval": "Tokenizer: bytes per token",
-    "base_train": "Base: pretraining",
-    "base_loss": "Base: bits per byte and samples",
-    "base_eval": "Base: CORE",
-    "mid_train": "Mid: midtraining",
-    "mid_loss": "Mid: bits per byte of the base corpus",
-    "mid_eval": "Mid: evaluation",
-    "mid_core": "Mid: CORE",
-    "sft_train": "SFT: fine-tuning",
-    "sft_loss": "SFT: bits per byte of the base corpus",
-    "sft_eval": "SFT: evaluation",
-    "sft_core": "SFT: CORE",
-    "rl_train": "RL: reinforcement learning",
-    "rl_loss": "RL: bits per byte of the base corpus",
-    "rl_eval": "RL: evaluation",
-    "rl_core": "RL: CORE",
-    "published_loss": "Published model: bits per byte and samples",
-    "published_eval": "Published model: evaluation",
-    "published_core": "Published model: CORE",
-    "tune_train": "Fine-tuning of a published model",
-    "tune_loss": "Fine-tuned published model: bits per byte and samples",
-    "tune_eval": "Fine-tuned published model: evaluation",
-    "tune_core": "Fine-tuned published model: CORE",
-}
+# The sections of a report, in their order; words.py has their titles.
+SECTIONS = (
+    *("tok_train", "tok_eval"),
+    *("base_train", "base_loss", "base_eval"),
+    *("mid_train", "mid_loss", "mid_eval", "mid_core"),
+    *("sft_train", "sft_loss", "sft_eval", "sft_core"),
+    *("rl_train", "rl_loss", "rl_eval", "rl_core"),
+    *("published_loss", "published_eval", "published_core"),
+    *("tune_train", "tune_loss", "tune_eval", "tune_core"),
+)
 
 Sections = Mapping[str, dict[str, Any]]  # name of a section, such as base_train -> its figures
 
@@ -128,7 +112,7 @@ def _median(values: list[float]) -> float:
 
 def read_sections() -> dict[str, dict[str, Any]]:
     """Return the sections that stages have written, by name, in the order of the pipeline."""
-    paths = {name: _section_path(name) for name in TITLES}
+    paths = {name: _section_path(name) for name in SECTIONS}
     return {name: read_json(path) for name, path in paths.items() if path.exists()}
 
 

@@ -53,7 +53,7 @@ def duration(seconds: float) -> str:
 def plain_duration(seconds: float) -> str:
     """Format seconds as duration() does, but always in English.
 
-    This is for the lines of training steps, which scripts parse, and for reports.
+    This is for the lines of training steps, which scripts parse.
     """
     return _duration(seconds, {})
 

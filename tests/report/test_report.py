@@ -1,5 +1,6 @@
 """The report has the same figures in both files, leaves out missing sections, and knows a finished run by its key."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -12,16 +13,16 @@ import pytest
 from nanochat.common import UserError, read_json, write_json
 from nanochat.report import __main__ as report
 from nanochat.report.sections import (
-    TITLES,
     has_training_section,
     read_sections,
     report_dir,
     training_section,
     write_section,
 )
+from nanochat.report.words import titles
 from nanochat.runtime.cost import stages_file
 from nanochat.runtime.progress import plain_duration
-from tests.support.english_lines import english_lines
+from tests.support.english_lines import CHINESE, english_lines
 from tests.support.finished_run import COSTS, a_run, line, score, trained
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -133,7 +134,7 @@ def test_any_single_section_makes_a_report(base_folder: Path, kept: str) -> None
             path.unlink()
     stages_file().unlink()
     found, text = generated()
-    assert list(found["sections"]) == [kept] and f"## {TITLES[kept]}" in text
+    assert list(found["sections"]) == [kept] and f"## {titles()[kept]}" in text
     assert ("tinyworld_en" in found["summary"]) == (kept == "sft_eval")
     report.show()
 
@@ -230,6 +231,19 @@ def test_the_terminal_shows_the_table_in_chinese(
     names = r"nanochat|CORE|tinyworld|calculator|mental|follow_ups|held_out|persona|storytelling"
     lines = [line for line in english_lines(capsys.readouterr().out) if re.search("[a-z]", line)]
     assert not [line for line in lines if not re.search(names, line)]
+
+
+def test_the_report_is_in_chinese(base_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(base_folder)
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    _, text = generated(key="smoke tinyworld")
+    parts = [line for line in text.splitlines() if re.match(r"#|>|- (?!`)|\|.*\|$", line)]
+    heads = [line for line, below in itertools.pairwise(parts) if "| --- |" in below]
+    sentences = [line for line in parts if not line.startswith("|")]
+    assert len(heads) > 5 and len(sentences) > 10
+    names = ["| text | ratio |", "## Base：CORE"]  # keys of figures, and names
+    assert [line for line in [*heads, *sentences] if not CHINESE.search(line)] == names
+    assert '<html lang="zh">' in (report_dir() / "report.html").read_text(encoding="utf-8")
 
 
 def test_fine_tuning_without_speedrun_has_figures_and_its_time(
