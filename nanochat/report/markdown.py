@@ -94,7 +94,7 @@ def _section(
         rows = [[row.get(key, "") for key in head] for row in data["rows"]]
         lines += grid(head, rows)
     if data.get("settings"):
-        lines += [f"<details><summary>{tr('settings')}</summary>", ""]
+        lines += [f"<details><summary>{tr('all settings')}</summary>", ""]
         lines += _plain(data["settings"])
         lines += ["</details>", ""]
     return lines

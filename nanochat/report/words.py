@@ -124,7 +124,7 @@ def training_figures() -> dict[str, str]:
     """Return the names of the figures of a training stage that a comparison shows."""
     return {
         "parameters": tr("parameters"),
-        "steps": tr("steps"),
+        "steps": tr("training steps"),
         "last_loss": tr("last training loss"),
         "tokens_per_second": tr("tokens a second"),
         "mfu_percent": tr("MFU in percent"),
