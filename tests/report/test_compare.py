@@ -43,7 +43,7 @@ def test_measures_stand_side_by_side_with_their_intervals(runs: list[Run]) -> No
 def test_costs_have_a_price_if_one_is_given(runs: list[Run]) -> None:
     rows = {row[0]: row[1:] for row in figures(runs, price_per_hour=8)}
     assert rows["time"] == ["7 min 30 s", "22 min 30 s"] and rows["cost at 8 an hour"] == ["1.00", "3.00"]
-    assert rows["RL: steps"] == ["2", ""]
+    assert rows["RL: training steps"] == ["2", ""]
     assert not any(row[0].startswith("cost") for row in figures(runs, None))
 
 
