@@ -96,8 +96,9 @@ def choose(
 ) -> Chosen:
     """Load and return the model that the flags name, by default the one that was trained last.
 
-    `adapter` is the folder of an adapter to merge into a published model. Raises UserError if the flags are
-    invalid, contradict each other or do not suit the device, or if the model cannot be loaded.
+    `adapter` is the folder of an adapter to merge into a published model. Raises UserError if the
+    flags are invalid, contradict each other or do not suit the device, or if the model cannot be
+    loaded.
     """
     captures = graphs.for_replies(flags.graphs, compute)
     names_trained = bool(flags.source or flags.model_tag or flags.step)
