@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from nanochat.common import tr  # noqa: E402
+from nanochat.data.library_words import in_words  # noqa: E402
 
 SETTINGS = Path(__file__).with_name("npu_train_config.toml")
 
@@ -37,7 +38,7 @@ def read_flags(path: Path, given: list[str]) -> list[str]:
                 "error: {path} cannot be read as TOML: {failure}. Correct it, or name another file "
                 "with --config",
                 path=path,
-                failure=failure,
+                failure=in_words(failure),
             )
         )
     if tables := [name for name, value in settings.items() if isinstance(value, dict)]:
