@@ -37,7 +37,7 @@ from nanochat.train.forgetting import GeneralText, read_passages
 
 Loss = Literal["answers", "dpo"]
 OTHER_TEXT = ROOT / "docs" / "devices.md"  # beside the package's general text
-GREEDY = Sampling(temperature=0.0, max_tokens=32)
+GREEDY = Sampling(temperature=0.0, max_tokens=128)  # the base explains a sum before it says it
 
 
 @dataclass(frozen=True)
