@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import requests
@@ -359,7 +359,7 @@ def _check_encoding(response: requests.Response) -> None:
         raise ValueError("the body is compressed, which was not asked for")
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     """Return whether a value is an integer from 0 to LARGEST_SETTING."""
     return type(value) is int and 0 <= value <= LARGEST_SETTING
 

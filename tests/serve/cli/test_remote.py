@@ -57,11 +57,11 @@ def test_thoughts_come_apart_and_go_back_with_the_chat():
     engine = FakeEngine(reply, tokenizer=ByteTokenizer(thought_marks=("<think>", "</think>")))
     with running(engine) as url:
         out = io.StringIO()
-        chat = Chat(None, None, chat_cli.Sampling(), "en", out, io.StringIO(), server=Remote(url, ""), thinks=False)
+        chat = Chat(Remote(url, ""), chat_cli.Sampling(), "en", out, io.StringIO(), thinks=False)
         assert chat_cli.reply(chat, "why")
         assert out.getvalue() == "So.\n"
         assert chat.messages[-1].fields == {"reasoning_content": "Because."}
-        body = chat.server._body(chat.messages, {})
+        body = chat.speaker._body(chat.messages, {})
         assert body["messages"][-1] == {"role": "assistant", "content": "So.", "reasoning_content": "Because."}
         assert chat_cli.reply(chat, "next")
 
