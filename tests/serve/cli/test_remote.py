@@ -238,14 +238,30 @@ def test_an_event_of_an_odd_type_is_refused_in_one_message(event):
 @pytest.mark.parametrize("tokens", [-45, "x", 1e999, [1], 10**12, True])
 def test_an_odd_length_of_the_reply_is_not_shown(tokens):
     event = json.dumps({"usage": {"completion_tokens": tokens}, "choices": [{"delta": {"content": "hi"}}]})
-    remote, parts = said_by(listing(), answer(f"data: {event}\n\n".encode()))
+    remote, parts = said_by(listing(), answer(f"data: {event}\n\ndata: [DONE]\n\n".encode()))
     assert (remote.tokens, parts) == (0, [Part("text", "hi")])
 
 
-@pytest.mark.parametrize("end", [b"data: [DONE]\n\n", b""])
-def test_a_reply_that_ends_without_a_reason_was_not_stopped_by_the_user(end):
-    remote, parts = said_by(listing(), answer(b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n' + end))
-    assert (remote.finish, parts) == ("stop", [Part("text", "hi")])
+WORDS = b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("end", "finish"),
+    [
+        (b"data: [DONE]\n\n", "stop"),
+        (b"data: [DONE]", "stop"),
+        (b'data: {"choices": [{"delta": {}, "finish_reason": "length"}]}\n\n', "length"),
+    ],
+)
+def test_a_reply_ends_with_a_reason_or_with_done(end, finish):
+    remote, parts = said_by(listing(), answer(WORDS + end))
+    assert (remote.finish, parts) == (finish, [Part("text", "hi")])
+
+
+@pytest.mark.parametrize("end", [b"", b"data: [DO", b": comment\n\n"])
+def test_a_reply_without_a_reason_or_done_ended_too_early(end):
+    with pytest.raises(UserError, match=r"ended the reply too early \(the server closed"):
+        said_by(listing(), answer(WORDS + end))
 
 
 @pytest.mark.parametrize("name", [5, None, "", "x" * 10_000, {"a": 1}])
