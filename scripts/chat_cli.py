@@ -34,7 +34,7 @@ from nanochat.engine import Engine
 from nanochat.generate.reply import TextStream, broken_model
 from nanochat.generate.sampling import Sampling, chat_drawing
 from nanochat.serve.chosen import ModelFlags, choose, drafts_for
-from nanochat.serve.cli.remote import SETTINGS, Remote
+from nanochat.serve.cli.remote import LARGEST_SETTING, SETTINGS, Remote
 from nanochat.serve.cli.terminal import (
     dim,
     harmless,
@@ -100,6 +100,7 @@ class Config(ModelFlags):
 # For a model that is loaded here, if the flags are auto.
 TOP_K = 50
 MAX_TOKENS = 512
+HOTTEST = 100  # the highest temperature: all tokens are about equally likely long before it
 SWITCHES = ("/think", "/no_think")  # words of a question that switch thoughts of Qwen3 on and off
 SMOKE = "smoke"  # the tag of the model of `speedrun.sh --preset smoke`; the web page knows it too
 
@@ -461,9 +462,28 @@ def set_number(chat: Chat, name: str, argument: str) -> None:
     except ValueError:
         template = TEXTS[chat.lang]["number" if name == "/temp" else "whole"]
         raise UserError(template.format(command=name, given=argument)) from None
+    if "temperature" in changes:
+        check_temperature(changes["temperature"], name, chat.lang)
+    if "max_tokens" in changes:
+        check_longest(chat, changes["max_tokens"], name)
     chat.sampling = replace(chat.sampling, **changes)
     chat.changed |= changes.keys()  # only now, because a value out of range is refused above
     chat.note_settings("set")
+
+
+def check_temperature(temperature: float, name: str, lang: str) -> None:
+    """Raise UserError (exit code 2) if a temperature is out of range; `name` is a flag or command."""
+    if not 0 <= temperature <= HOTTEST:  # true for NaN
+        template = TEXTS[lang]["hot"]
+        raise UserError(template.format(name=name, most=HOTTEST, given=temperature), exit_code=2)
+
+
+def check_longest(chat: Chat, max_tokens: int, name: str) -> None:
+    """Raise UserError if a reply cannot have so many tokens; `name` is the command that asks."""
+    most = LARGEST_SETTING if isinstance(chat.speaker, Remote) else chat.speaker.engine.length
+    if not 1 <= max_tokens <= most:
+        template = TEXTS[chat.lang]["long"]
+        raise UserError(template.format(name=name, most=most, given=max_tokens))
 
 
 # --- modes ---------------------------------------------------------------------------------------
@@ -501,6 +521,8 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
 
     Prints which model answers and, for a model that is loaded here, how it samples.
     """
+    if cfg.temperature != "auto":
+        check_temperature(cfg.temperature, "--temperature", language(cfg.lang))
     drawing = chat_drawing(None, cfg.temperature, cfg.min_p)
     # This checks the flags before the model loads.
     top_k = TOP_K if cfg.top_k == "auto" else cfg.top_k

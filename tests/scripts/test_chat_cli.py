@@ -100,6 +100,8 @@ def test_only_the_answer_is_on_standard_output_and_pipe_and_flag_give_the_same(t
         ((), b"\n", 2, "the prompt is empty"),
         (("-p", "cat " * 300), b"", 1, "the prompt is too long.*160"),
         (("-p", "cat", "-k", "-1"), b"", 2, "top_k"),
+        (("-p", "cat", "-t", "101"), b"", 2, "--temperature must be from 0 to 100, got 101: type --temperature 1, for"),
+        (("-p", "cat", "--context", "10"), b"", 2, "--context must be from 32 to 160, .* got 10"),
     ],
 )
 def test_what_cannot_be_answered_is_one_message_and_no_output(flags, stdin, code, message, typed):
@@ -284,9 +286,12 @@ def test_commands_change_the_settings_and_say_so(monkeypatch):
     ("line", "word"),
     [
         ("/temp warm", "'warm'"),
-        ("/temp -1", "temperature"),
+        ("/temp -1", "/temp must be from 0 to 100, got -1: type /temp 1, for"),
+        ("/temp 1e30", "/temp must be from 0 to 100, got 1e\\+30"),
+        ("/temp nan", "/temp must be from 0 to 100, got nan"),
         ("/topk 1.5", "a whole number"),
-        ("/max 0", "max_tokens"),
+        ("/max 0", "/max must be from 1 to 160, got 0: .* Type /max 50, for"),
+        ("/max 161", "/max must be from 1 to 160, got 161"),
         ("/save", "a file name"),
         ("/save /dev/null/chat.json", "cannot be written"),
         ("/load /no/such/file", "cannot be read"),

@@ -33,7 +33,7 @@ LINE_BYTES = 1 << 20  # the longest line of a streamed reply
 REPLY_BYTES = 64 << 20  # the longest streamed reply
 REASON_LETTERS = 500  # letters to show of a server's reason for a failure
 LONGEST_NAME = 200  # characters of a model's name
-LARGEST_SETTING = 1e9
+LARGEST_SETTING = 10**9
 
 
 class Remote:

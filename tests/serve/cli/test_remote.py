@@ -104,7 +104,9 @@ def test_a_server_hears_only_what_the_user_set_and_its_own_defaults_are_shown():
         chat_cli.reply(chat, "hello")
         first = engine.seen[-1].sampling
         assert (first.temperature, first.min_p, first.top_k, first.max_tokens) == (1.0, 0.5, 9, 128)
-        with pytest.raises(UserError, match="temperature must be"):
+        with pytest.raises(UserError, match="/max must be from 1 to 1,000,000,000, got"):
+            chat_cli.command(chat, "/max 99999999999")
+        with pytest.raises(UserError, match="/temp must be"):
             chat_cli.command(chat, "/temp -1")
         chat_cli.command(chat, "/temp")
         assert "temperature: 1; top-k: 9; longest reply in tokens: 128\n" in notes.getvalue()
