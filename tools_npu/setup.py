@@ -610,9 +610,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(words)
     flags = " ".join(unknown)
     if unknown and not options.env_file:
-        parser.error(
-            f"unrecognized arguments: {flags}; bash setup_ascend.sh --help lists the flags"
-        )
+        parser.error(f"unrecognized arguments: {flags}")
     if unknown:  # they belong to the script that sources this one
         say(
             f"ignored, because they are not flags of setup_ascend.sh: {flags}",
