@@ -480,10 +480,10 @@ def check_temperature(temperature: float, name: str, lang: str) -> None:
 
 def check_longest(chat: Chat, max_tokens: int, name: str) -> None:
     """Raise UserError if a reply cannot have so many tokens; `name` is the command that asks."""
-    most = LARGEST_SETTING if isinstance(chat.speaker, Remote) else chat.speaker.engine.length
-    if not 1 <= max_tokens <= most:
+    limit = LARGEST_SETTING if isinstance(chat.speaker, Remote) else chat.speaker.engine.length
+    if not 1 <= max_tokens <= limit:
         template = TEXTS[chat.lang]["long"]
-        raise UserError(template.format(name=name, most=most, given=max_tokens))
+        raise UserError(template.format(name=name, most=limit, given=max_tokens))
 
 
 # --- modes ---------------------------------------------------------------------------------------
