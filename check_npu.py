@@ -214,7 +214,7 @@ def show_processes(pids: Sequence[int], force: bool, language: str) -> int:
         show_endings(own_processes, zh)
         if sys.stdin.isatty():
             pids = ask_for_pids(zh)
-    return 0 if processes.end(pids, own_processes, force) else 1
+    return 0 if processes.end(pids, own_processes, force, language) else 1
 
 
 def ask_for_pids(zh: bool) -> list[int]:

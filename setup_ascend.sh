@@ -25,6 +25,14 @@ nanochat_root=$(CDPATH='' cd -- "$(dirname -- "$nanochat_file")" && pwd -P)
 
 nanochat_start='import sys; sys.path[0] = sys.argv.pop(1); from tools_npu.setup import main; sys.exit(main())'
 
+nanochat_fail() { # ENGLISH CHINESE: print an error in the user's language, or in both where nothing says which one that is
+    case ${NANOCHAT_LANG:-${LC_ALL:-${LC_MESSAGES:-${LANG:-}}}} in
+    [zZ][hH]*) echo "错误：$2" >&2 ;;
+    '' | C | C.* | POSIX) printf '%s\n' "error: $1" "错误：$2" >&2 ;;
+    *) echo "error: $1" >&2 ;;
+    esac
+}
+
 nanochat_setup_ascend() { # FLAGS...: run tools_npu/setup.py with the first Python that is new enough
     for nanochat_python in "$nanochat_root/.venv/bin/python" python3 python3.13 python3.12 python3.11 python3.10 python; do
         if "$nanochat_python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' >/dev/null 2>&1; then
@@ -32,14 +40,14 @@ nanochat_setup_ascend() { # FLAGS...: run tools_npu/setup.py with the first Pyth
             return
         fi
     done
-    echo "error: Python 3.10 or later is needed, and PATH has none. Install it with apt-get install -y python3.11 python3.11-venv python3.11-dev, or with dnf install -y python3.11 python3.11-devel." >&2
-    echo "错误：需要 Python 3.10 或更高版本，但 PATH 里没有。请用上面的命令安装。" >&2
+    nanochat_fail "Python 3.10 or later is needed, and PATH has none. Install it with apt-get install -y python3.11 python3.11-venv python3.11-dev, or with dnf install -y python3.11 python3.11-devel." \
+        "需要 Python 3.10 或更高版本，但 PATH 里没有。请用 apt-get install -y python3.11 python3.11-venv python3.11-dev 或 dnf install -y python3.11 python3.11-devel 安装。"
     return 1
 }
 
 if [ ! -f "$nanochat_root/tools_npu/setup.py" ]; then
-    echo "error: setup_ascend.sh must be sourced in the folder of the repository. Change into it, then type . ./setup_ascend.sh" >&2
-    echo "错误：setup_ascend.sh 要在仓库目录下执行。请先进入该目录，再输入 . ./setup_ascend.sh" >&2
+    nanochat_fail "setup_ascend.sh must be sourced in the folder of the repository. Change into it, then type . ./setup_ascend.sh" \
+        "setup_ascend.sh 要在仓库目录下执行。请先进入该目录，再输入 . ./setup_ascend.sh"
     nanochat_code=1
 elif [ "$0" = "$nanochat_file" ] && [ -z "${ZSH_EVAL_CONTEXT:-}" ] || [ "${ZSH_EVAL_CONTEXT:-}" = toplevel ]; then
     nanochat_setup_ascend "$@"
@@ -52,7 +60,7 @@ else
     rm -f "$nanochat_lines"
 fi
 
-unset -f nanochat_setup_ascend
+unset -f nanochat_setup_ascend nanochat_fail
 unset nanochat_file nanochat_root nanochat_python nanochat_lines nanochat_start
 # Each branch unsets the name first and returns a literal, because no name may stay behind.
 case $nanochat_code in

@@ -52,14 +52,14 @@ in_words() { # NAME of a step: print it in the user's language
     esac
 }
 
-fail() { # English, 中文
-    printf 'error: %s\n' "$1" >&2
-    printf '错误：%s\n' "$2" >&2
+fail() { # ENGLISH CHINESE: in the user's language, or in both where nothing says which one that is
+    if ! in_chinese; then printf 'error: %s\n' "$1" >&2; fi
+    if in_chinese || no_language; then printf '错误：%s\n' "$2" >&2; fi
     if [ "${SETUP_KEEP:-0}" = 1 ]; then rm -f "$SETUP_VENV/setup.busy"; fi # not killed: every package is complete
     exit 1
 }
 
-fail_with_log() { # English, 中文: show the end of the log, and name the file
+fail_with_log() { # ENGLISH CHINESE: show the end of the log, and name the file
     tail -n 6 "$SETUP_LOG" | cut -c 1-150 | sed 's/^/  | /' >&2
     fail "$1 Details: $SETUP_LOG" "$2 详情见：$SETUP_LOG"
 }
@@ -99,7 +99,7 @@ print("%d %d %d" % (sys.version_info[0], sys.version_info[1], whole))' 2>/dev/nu
 }
 
 pick_python() { # sets PYTHON to the newest of 3.10 to 3.13 that can make an environment, or else to a newer one
-    local name path major minor whole rank best=0 best_whole=0 newest=0 limit=${PYTHON_MAX:-0}
+    local name path major minor whole rank commands best=0 best_whole=0 newest=0 limit=${PYTHON_MAX:-0}
     for name in python3.13 python3.12 python3.11 python3.10 python3 python; do
         path=$(command -v "$name") || continue
         read -r major minor whole < <(probe_python "$path") || continue
@@ -111,28 +111,37 @@ pick_python() { # sets PYTHON to the newest of 3.10 to 3.13 that can make an env
         if [ $rank -gt $best ]; then best=$rank best_whole=$whole PYTHON=$path PYTHON_VERSION=$major.$minor; fi
     done
     if [ $best -eq 0 ] && [ $newest -ge 310 ]; then
+        commands="  apt-get install -y python3.$limit python3.$limit-venv python3.$limit-dev    (Debian, Ubuntu)
+  dnf install -y python3.$limit python3.$limit-devel                          (openEuler, Fedora)"
         fail "torch_npu $NPU has wheels for Python 3.10 to 3.$limit, and PATH has only $((newest / 100)).$((newest % 100)). Install one of them, for example with
-  apt-get install -y python3.$limit python3.$limit-venv python3.$limit-dev    (Debian, Ubuntu)
-  dnf install -y python3.$limit python3.$limit-devel                          (openEuler, Fedora)
+$commands
 or upgrade CANN, then type the same command again." \
-            "torch_npu $NPU 只支持 Python 3.10 到 3.$limit，而 PATH 里只有 $((newest / 100)).$((newest % 100))。请用上面的命令安装，或升级 CANN，然后再次输入同一条命令。"
+            "torch_npu $NPU 只支持 Python 3.10 到 3.$limit，而 PATH 里只有 $((newest / 100)).$((newest % 100))。请安装其中一个，例如
+$commands
+或升级 CANN，然后再次输入同一条命令。"
     fi
     if [ $best -eq 0 ]; then
         local found='none was found' found_zh='没有找到 Python' there=$((newest / 100)).$((newest % 100))
         if [ $newest -gt 0 ]; then found="the newest on PATH is $there" found_zh="PATH 里最新的是 $there"; fi
-        fail "Python 3.10 or later is needed; $found. Install one, for example with
-  apt-get install -y python3.11 python3.11-venv python3.11-dev    (Debian, Ubuntu)
+        commands="  apt-get install -y python3.11 python3.11-venv python3.11-dev    (Debian, Ubuntu)
   dnf install -y python3.11 python3.11-devel                      (openEuler, Fedora)
-  brew install python@3.12                                        (macOS)
+  brew install python@3.12                                        (macOS)"
+        fail "Python 3.10 or later is needed; $found. Install one, for example with
+$commands
 then type the same command again." \
-            "需要 Python 3.10 或更高版本；$found_zh。请用上面的命令安装，然后再次输入同一条命令。"
+            "需要 Python 3.10 或更高版本；$found_zh。请安装，例如
+$commands
+然后再次输入同一条命令。"
     fi
     if [ "$best_whole" -ne 1 ]; then
+        commands="  apt-get install -y python$PYTHON_VERSION-venv    (Debian, Ubuntu)
+  dnf install -y python3-pip               (openEuler, Fedora)"
         fail "$PYTHON (Python $PYTHON_VERSION) cannot make a virtual environment, because its venv or ensurepip module is missing. Install the module with
-  apt-get install -y python$PYTHON_VERSION-venv    (Debian, Ubuntu)
-  dnf install -y python3-pip               (openEuler, Fedora)
+$commands
 then type the same command again." \
-            "$PYTHON（Python $PYTHON_VERSION）缺少 venv 或 ensurepip 模块，无法创建虚拟环境。请用上面的命令安装，然后再次输入同一条命令。"
+            "$PYTHON（Python $PYTHON_VERSION）缺少 venv 或 ensurepip 模块，无法创建虚拟环境。请安装这个模块：
+$commands
+然后再次输入同一条命令。"
     fi
 }
 

@@ -143,18 +143,7 @@ fi
 # --- what to train ---------------------------------------------------------------------------------
 
 read -r device dtype devices speed matmul eight_bits < <(python -m nanochat.device)
-if [ -n "${NPROC_PER_NODE:-}" ]; then
-    if [ "$device" = cpu ] && ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]]; then
-        refuse \
-            "NPROC_PER_NODE must be the number of processes, 1 or more, got $NPROC_PER_NODE; set another number, or unset it to use one process" \
-            "NPROC_PER_NODE 必须是进程数（至少为 1），得到的是 $NPROC_PER_NODE；请改成别的数，或取消这个变量，只用一个进程"
-    elif [ "$device" != cpu ] && { ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || [ "$NPROC_PER_NODE" -gt "$devices" ]; }; then
-        refuse \
-            "NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE; set another number, or unset it to use all of them" \
-            "NPROC_PER_NODE 必须是 1 到 $devices（可见的 $device 设备数），得到的是 $NPROC_PER_NODE；请改成别的数，或取消这个变量以使用全部设备"
-    fi
-    devices=$NPROC_PER_NODE
-fi
+take_processes
 if [ "$preset" = auto ]; then
     if [ "$device" != cpu ] && [ "$speed" = fast ] && [ "$data" != tinyworld ]; then
         preset=d20

@@ -24,13 +24,7 @@ prepare() { # make the environment of this host; sets `base`, `device`, `matmul`
     base=$(python -m nanochat.common)
     export NANOCHAT_BASE_DIR=$base # one folder for these scripts and for Python, also if it was given with a ~
     read -r device _ devices _ matmul _ < <(python -m nanochat.device)
-    if [ -n "${NPROC_PER_NODE:-}" ]; then
-        if ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || { [ "$device" != cpu ] && [ "$NPROC_PER_NODE" -gt "$devices" ]; }; then
-            tell "error: NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE; set another number, or unset it to use all of them" "错误：NPROC_PER_NODE 必须是 1 到 $devices（看得到的 $device 设备数），得到的是 $NPROC_PER_NODE；请换一个数，或取消这个变量以使用全部设备" >&2
-            exit 2
-        fi
-        devices=$NPROC_PER_NODE
-    fi
+    take_processes
 }
 
 # shellcheck disable=SC2034  # the scripts read `matmul_flags`

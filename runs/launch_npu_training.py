@@ -4,7 +4,6 @@ python runs/launch_npu_training.py --npus 8
 python runs/launch_npu_training.py --npus 4 --config mine.toml --model ./Qwen3-0.6B --lora_rank=8 --shard=none
 """
 
-import argparse
 import os
 import shlex
 import sys
@@ -21,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from nanochat.common import tr  # noqa: E402
 from nanochat.data.library_words import in_words  # noqa: E402
+from tools_npu.flags import Parser  # noqa: E402
 
 SETTINGS = Path(__file__).with_name("npu_train_config.toml")
 
@@ -72,12 +72,11 @@ def main() -> None:
         "to scripts.finetune."
     )
     description = f"{about}\n\n{(__doc__ or '').split(chr(10) * 2, 1)[1]}"
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)  # fmt: skip
-    parser.add_argument(
+    parser = Parser("launch_npu_training.py", description)
+    parser.flags.add_argument(
         "--npus", type=int, required=True, help=tr("number of cards; each gets a process")
     )
-    parser.add_argument(
+    parser.flags.add_argument(
         "--config",
         type=Path,
         default=SETTINGS,

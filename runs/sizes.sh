@@ -1,5 +1,23 @@
 # shellcheck shell=bash
-# The size of a step that a preset asks for, on any number of devices; for speedrun.sh and the scripts of this folder.
+# The number of processes, and the size of a step that a preset asks for, on any number of devices; for speedrun.sh and
+# the scripts of this folder.
+
+# shellcheck disable=SC2154  # the script that sources this file sets device and devices
+take_processes() { # set `devices` to NPROC_PER_NODE, if that is set; end the script if that many cannot run
+    if [ -z "${NPROC_PER_NODE:-}" ]; then return; fi
+    local is_number=''
+    if [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]]; then is_number=yes; fi
+    if [ "$device" = cpu ] && [ -z "$is_number" ]; then
+        tell "error: NPROC_PER_NODE must be the number of processes, 1 or more, got $NPROC_PER_NODE; set another number, or unset it to use one process" \
+            "错误：NPROC_PER_NODE 必须是进程数（至少为 1），得到的是 $NPROC_PER_NODE；请改成别的数，或取消这个变量，只用一个进程" >&2
+        exit 2
+    elif [ "$device" != cpu ] && { [ -z "$is_number" ] || [ "$NPROC_PER_NODE" -gt "$devices" ]; }; then
+        tell "error: NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE; set another number, or unset it to use all of them" \
+            "错误：NPROC_PER_NODE 必须是 1 到 $devices（可见的 $device 设备数），得到的是 $NPROC_PER_NODE；请改成别的数，或取消这个变量以使用全部设备" >&2
+        exit 2
+    fi
+    devices=$NPROC_PER_NODE
+}
 
 fit() { # FLAG NUMBER [UNIT]: print --FLAG=NUMBER, or the nearest number of which each of `devices` takes whole units
     # shellcheck disable=SC2154  # the script that sources this file sets devices

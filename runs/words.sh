@@ -8,6 +8,13 @@ in_chinese() { # whether NANOCHAT_LANG or else the locale chooses Chinese, as na
     esac
 }
 
+no_language() { # whether neither NANOCHAT_LANG nor the locale says a language: the locales C and POSIX say none
+    case ${NANOCHAT_LANG:-${LC_ALL:-${LC_MESSAGES:-${LANG:-}}}} in
+    '' | C | C.* | POSIX) return 0 ;;
+    *) return 1 ;;
+    esac
+}
+
 tell() { # ENGLISH CHINESE: print a line in the user's language
     if in_chinese; then echo "$2"; else echo "$1"; fi
 }

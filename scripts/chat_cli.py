@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
@@ -34,7 +34,7 @@ from nanochat.engine import Engine
 from nanochat.generate.reply import TextStream, broken_model
 from nanochat.generate.sampling import Sampling, chat_drawing
 from nanochat.serve.chosen import ModelFlags, choose, drafts_for
-from nanochat.serve.cli.remote import SETTINGS, Remote
+from nanochat.serve.cli.remote import LARGEST_SETTING, SETTINGS, Remote
 from nanochat.serve.cli.terminal import (
     dim,
     harmless,
@@ -100,19 +100,34 @@ class Config(ModelFlags):
 # For a model that is loaded here, if the flags are auto.
 TOP_K = 50
 MAX_TOKENS = 512
+HOTTEST = 100  # the highest temperature: all tokens are about equally likely long before it
 SWITCHES = ("/think", "/no_think")  # words of a question that switch thoughts of Qwen3 on and off
 SMOKE = "smoke"  # the tag of the model of `speedrun.sh --preset smoke`; the web page knows it too
 
 
 @dataclass
+class Local:
+    """A model that is loaded here.
+
+    After a reply, `finish` says why the reply ended (None: Ctrl-C stopped it), `tokens` how long it
+    was, and `used` how many tokens of the context the reply and its prompt took.
+    """
+
+    loaded: Loaded
+    engine: Engine
+    finish: str | None = None
+    tokens: int = 0
+    used: int = 0
+
+
+@dataclass
 class Chat:
-    """A chat with a model that is loaded here or that a server runs.
+    """A chat with a speaker: a model that is loaded here, or a server.
 
     Replies go to `out`, and everything else goes to `notes`.
     """
 
-    loaded: Loaded | None  # this and the engine are None if a server answers
-    engine: Engine | None
+    speaker: Local | Remote
     sampling: Sampling
     lang: str
     out: TextIO
@@ -120,7 +135,6 @@ class Chat:
     # Complete exchanges, possibly after a system message.
     messages: list[Message] = field(default_factory=list)
     replies: int = 0
-    server: Remote | None = None
     # The settings that the user changed. Only these are sent to a server, which has defaults of its
     # own for the others.
     changed: set[str] = field(default_factory=set)
@@ -141,9 +155,9 @@ class Chat:
         """
         settings: dict[str, Any] = {name: getattr(self.sampling, name) for name in SETTINGS}
         settings["top_k"] = self.sampling.top_k or 0
-        if self.server is None:
+        if isinstance(self.speaker, Local):
             return settings
-        return self.server.settings({name: settings[name] for name in self.changed})
+        return self.speaker.settings({name: settings[name] for name in self.changed})
 
     def note_settings(self, name: str) -> None:
         """Print a message that shows the settings of the next reply.
@@ -160,11 +174,11 @@ class Chat:
 
     def note_longest(self) -> None:
         """Print a note if the server's context has no room for replies of the requested length."""
-        longest = self.settings["max_tokens"]
-        if self.server is None or "max_tokens" not in self.changed:
+        if isinstance(self.speaker, Local) or "max_tokens" not in self.changed:
             return
+        longest = self.settings["max_tokens"]
         if longest < self.sampling.max_tokens:
-            self.note("most", most=longest, context=self.server.context)
+            self.note("most", most=longest, context=self.speaker.context)
 
     def note(self, name: str, **values: Any) -> None:
         """Print the message TEXTS[lang][name] to the notes, filled in with `values`."""
@@ -178,15 +192,15 @@ class Chat:
 # --- replies -------------------------------------------------------------------------------------
 
 
-def prompt_tokens(chat: Chat, question: str) -> list[int]:
-    """Return the tokens of the prompt: the chat and the question.
+def prompt_tokens(chat: Chat, local: Local, question: str) -> list[int]:
+    """Return the tokens of the prompt for a model that is loaded here: the chat and the question.
 
     If these leave too little of the context for a reply, the earliest exchanges are left out, and a
     note says how many messages that are. A base model gets the question alone.
     """
-    tokenizer = chat.loaded.tokenizer
-    length = chat.engine.length
-    if chat.loaded.stage == "base":
+    tokenizer = local.loaded.tokenizer
+    length = local.engine.length
+    if local.loaded.stage == "base":
         return [tokenizer.bos, *tokenizer.encode(question)]
     head = instructions(chat.messages)
     turns = [*chat.messages[len(head) :], user(question)]
@@ -284,35 +298,18 @@ def reply(chat: Chat, question: str) -> bool:
     added. Raises UserError if the question does not fit into the context, or if the model or the
     server fails; the chat then stays unchanged.
     """
-    if chat.server:
-        return reply_of_server(chat, chat.server, question)
-    engine = chat.engine
-    prompt = prompt_tokens(chat, question)
-    sampling = replace(chat.sampling, seed=chat.sampling.seed + chat.replies)
-    request_number = engine.submit(prompt, sampling)
-    tokenizer = chat.loaded.tokenizer
-    stream = TextStream(tokenizer, tokenizer.strips_space and chat.loaded.stage != "base")
-    marks, is_opened, _ = thought_state(prompt, tokenizer)
-    thoughts = Thoughts(marks, is_opened) if marks else None
-    call = ""
-    tokens: list[int] = []
+    speaker = chat.speaker
     pieces: list[Part | Thought] = []
-    finish = None
+    call = ""
     start = time.monotonic()
     with stoppable() as stopped:
-        while engine.busy and not stopped():
-            for event in engine.step():
-                if event.broken:
-                    raise UserError(broken_model())
-                tokens.append(event.token)
-                finish = event.finish
-                for piece in thoughts_apart(stream.push(event.token), thoughts):
-                    pieces.append(piece)
-                    call = show(piece, chat, call)
-        engine.cancel(request_number)
-    for piece in thoughts_apart(stream.flush(), thoughts, last=True):
-        pieces.append(piece)
-        call = show(piece, chat, call)
+        if isinstance(speaker, Local):
+            reply_pieces = local_reply(chat, speaker, question, stopped)
+        else:
+            reply_pieces = server_reply(chat, speaker, question, stopped)
+        for piece in reply_pieces:
+            pieces.append(piece)
+            call = show(piece, chat, call)
     end_thought(chat)
     show_unfinished(chat, call)
     print(file=chat.out, flush=True)
@@ -321,15 +318,62 @@ def reply(chat: Chat, question: str) -> bool:
     if message:
         chat.messages += [user(question), message]
         chat.replies += 1
-    note_ending(chat, finish, message is not None)
-    chat.note(
-        "speed",
-        tokens=len(tokens),
-        rate=len(tokens) / max(seconds, 1e-6),
-        used=len(prompt) + len(tokens),
-        context=engine.length,
-    )
-    return finish is not None
+    note_ending(chat, speaker.finish, message is not None)
+    rate = speaker.tokens / max(seconds, 1e-6)
+    if isinstance(speaker, Local):
+        context = speaker.engine.length
+        chat.note("speed", tokens=speaker.tokens, rate=rate, used=speaker.used, context=context)
+    else:
+        chat.note("rate", tokens=speaker.tokens, rate=rate)
+    return speaker.finish is not None
+
+
+def local_reply(
+    chat: Chat,
+    local: Local,
+    question: str,
+    stopped: Callable[[], bool],
+) -> Iterator[Part | Thought]:
+    """Yield the parts and thoughts of a reply that is generated here.
+
+    The reply ends by itself, or when `stopped` returns true.
+    """
+    engine = local.engine
+    tokenizer = local.loaded.tokenizer
+    prompt = prompt_tokens(chat, local, question)
+    sampling = replace(chat.sampling, seed=chat.sampling.seed + chat.replies)
+    request_number = engine.submit(prompt, sampling)
+    local.finish = None
+    local.tokens = 0
+    stream = TextStream(tokenizer, tokenizer.strips_space and local.loaded.stage != "base")
+    marks, is_opened, _ = thought_state(prompt, tokenizer)
+    thoughts = Thoughts(marks, is_opened) if marks else None
+    while engine.busy and not stopped():
+        for event in engine.step():
+            if event.broken:
+                raise UserError(broken_model())
+            local.tokens += 1
+            local.finish = event.finish
+            yield from thoughts_apart(stream.push(event.token), thoughts)
+    engine.cancel(request_number)
+    local.used = len(prompt) + local.tokens
+    yield from thoughts_apart(stream.flush(), thoughts, last=True)
+
+
+def server_reply(
+    chat: Chat,
+    server: Remote,
+    question: str,
+    stopped: Callable[[], bool],
+) -> Iterator[Part | Thought]:
+    """Yield the parts and thoughts of a reply that a server generates, as local_reply() does."""
+    settings: dict[str, Any] = {"seed": chat.sampling.seed + chat.replies}
+    for name, value in chat.settings.items():
+        if name in chat.changed or name == "max_tokens":
+            settings[name] = value
+    if chat.template_options:
+        settings["chat_template_kwargs"] = chat.template_options
+    return server.reply([*chat.messages, user(question)], settings, stopped)
 
 
 def note_ending(
@@ -344,35 +388,6 @@ def note_ending(
         chat.note("length")
     elif not has_parts:
         chat.note("empty")
-
-
-def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
-    """Print a reply that the server generates, and otherwise do and return what reply() does."""
-    messages = [*chat.messages, user(question)]
-    settings: dict[str, Any] = {"seed": chat.sampling.seed + chat.replies}
-    for name, value in chat.settings.items():
-        if name in chat.changed or name == "max_tokens":
-            settings[name] = value
-    if chat.template_options:
-        settings["chat_template_kwargs"] = chat.template_options
-    pieces: list[Part | Thought] = []
-    call = ""
-    start = time.monotonic()
-    with stoppable() as stopped:
-        for piece in server.reply(messages, settings, stopped):
-            pieces.append(piece)
-            call = show(piece, chat, call)
-    end_thought(chat)
-    show_unfinished(chat, call)
-    print(file=chat.out, flush=True)
-    seconds = time.monotonic() - start
-    message = message_of(pieces)
-    if message:
-        chat.messages = [*messages, message]
-        chat.replies += 1
-    note_ending(chat, server.finish, message is not None)
-    chat.note("rate", tokens=server.tokens, rate=server.tokens / max(seconds, 1e-6))
-    return server.finish is not None
 
 
 # --- commands ------------------------------------------------------------------------------------
@@ -447,9 +462,28 @@ def set_number(chat: Chat, name: str, argument: str) -> None:
     except ValueError:
         template = TEXTS[chat.lang]["number" if name == "/temp" else "whole"]
         raise UserError(template.format(command=name, given=argument)) from None
+    if "temperature" in changes:
+        check_temperature(changes["temperature"], name, chat.lang)
+    if "max_tokens" in changes:
+        check_longest(chat, changes["max_tokens"], name)
     chat.sampling = replace(chat.sampling, **changes)
     chat.changed |= changes.keys()  # only now, because a value out of range is refused above
     chat.note_settings("set")
+
+
+def check_temperature(temperature: float, name: str, lang: str) -> None:
+    """Raise UserError (exit code 2) if a temperature is out of range; `name` is a flag or command."""
+    if not 0 <= temperature <= HOTTEST:  # true for NaN
+        template = TEXTS[lang]["hot"]
+        raise UserError(template.format(name=name, most=HOTTEST, given=temperature), exit_code=2)
+
+
+def check_longest(chat: Chat, max_tokens: int, name: str) -> None:
+    """Raise UserError if a reply cannot have so many tokens; `name` is the command that asks."""
+    limit = LARGEST_SETTING if isinstance(chat.speaker, Remote) else chat.speaker.engine.length
+    if not 1 <= max_tokens <= limit:
+        template = TEXTS[chat.lang]["long"]
+        raise UserError(template.format(name=name, most=limit, given=max_tokens))
 
 
 # --- modes ---------------------------------------------------------------------------------------
@@ -487,6 +521,8 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
 
     Prints which model answers and, for a model that is loaded here, how it samples.
     """
+    if cfg.temperature != "auto":
+        check_temperature(cfg.temperature, "--temperature", language(cfg.lang))
     drawing = chat_drawing(None, cfg.temperature, cfg.min_p)
     # This checks the flags before the model loads.
     top_k = TOP_K if cfg.top_k == "auto" else cfg.top_k
@@ -494,38 +530,34 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
     sampling = Sampling(
         drawing.temperature, top_k or None, max_tokens, cfg.seed, min_p=drawing.min_p
     )
-    lang = language(cfg.lang)
-    chat = Chat(None, None, sampling, lang, sys.stdout, notes)
+    chat = chat_with_server(cfg, sampling, notes) if cfg.url else chat_here(cfg, sampling, notes)
     if cfg.thinking != "auto":
         chat.thinks = cfg.thinking == "on"
     if cfg.system.strip():
         chat.messages.append(system(cfg.system))
-    if cfg.url:
-        open_server(cfg, chat)
-    else:
-        open_model(cfg, chat)
     return chat
 
 
-def open_server(cfg: Config, chat: Chat) -> None:
-    """Connect the chat to the server of --url, and print notes about the server."""
+def chat_with_server(cfg: Config, sampling: Sampling, notes: TextIO) -> Chat:
+    """Connect to the server of --url, print notes about the server, and return the chat."""
     api_key = cfg.api_key or os.environ.get("NANOCHAT_API_KEY", "")
-    chat.server = Remote(cfg.url, api_key)
+    server = Remote(cfg.url, api_key)
+    chat = Chat(server, sampling, language(cfg.lang), sys.stdout, notes)
     chat.changed = {name for name in SETTINGS if getattr(cfg, name) != "auto"}
-    chat.note("server", model=harmless(chat.server.model), url=chat.server.url)
+    chat.note("server", model=harmless(server.model), url=server.url)
     chat.note_longest()
+    return chat
 
 
-def open_model(cfg: Config, chat: Chat) -> None:
-    """Load the model for the chat, and print notes about the model."""
-    with contextlib.redirect_stdout(chat.notes):  # standard output is for replies
+def chat_here(cfg: Config, sampling: Sampling, notes: TextIO) -> Chat:
+    """Load the model, print notes about the model, and return the chat."""
+    with contextlib.redirect_stdout(notes):  # standard output is for replies
         compute = compute_init(cfg.device_type or None).in_format(cfg.dtype)
         chosen = choose(cfg, compute, cfg.adapter)
     loaded = chosen.loaded
-    if chat.thinks is not None:
+    if cfg.thinking != "auto":
         check_switch(loaded.tokenizer)
-    chat.loaded = loaded
-    chat.engine = Engine(
+    engine = Engine(
         loaded.model,
         loaded.tokenizer,
         slots=1,
@@ -536,14 +568,15 @@ def open_model(cfg: Config, chat: Chat) -> None:
     drawing = chat_drawing(
         loaded.corpus, cfg.temperature, cfg.min_p, cfg.top_k, loaded.tokenizer.sampling
     )
-    chat.sampling = replace(
-        chat.sampling,
+    sampling = replace(
+        sampling,
         temperature=drawing.temperature,
         min_p=drawing.min_p,
         top_k=drawing.top_k or None,
         top_p=drawing.top_p,
         repetition_penalty=drawing.repetition_penalty,
     )
+    chat = Chat(Local(loaded, engine), sampling, language(cfg.lang), sys.stdout, notes)
     chat.note(
         "published" if loaded.stage == PUBLISHED else "model",
         stage=loaded.stage,
@@ -561,14 +594,15 @@ def open_model(cfg: Config, chat: Chat) -> None:
         chat.note("others", flags=harmless(" | ".join(chosen.other_models)))
     chat.note(
         "drawing",
-        temperature=chat.sampling.temperature,
-        min_p=chat.sampling.min_p,
+        temperature=sampling.temperature,
+        min_p=sampling.min_p,
         reason=drawing.reason[chat.lang],
     )
     if loaded.stage == "base":
         chat.note("base")
     if loaded.tag == SMOKE:
         chat.note("smoke")
+    return chat
 
 
 def check_switch(tokenizer: Any) -> None:

@@ -277,11 +277,25 @@ def print_table(
         thousands = round(vocabulary.size / 1000)
         table.add_column(f"{name.removesuffix('_base')}\n{thousands}k", justify="right")
     for row in rows:
-        cells = [str(row["text"]), f"{row['bytes']:,}", f"{row['tokens']:,}"]
+        cells = [kind_in_words(str(row["text"])), f"{row['bytes']:,}", f"{row['tokens']:,}"]
         for name in ("bytes_per_token", *PUBLISHED):
             cells.append(f"{row[name]:.2f}" if name in row else "-")
         table.add_row(*cells)
     Console().print(table)
+
+
+def kind_in_words(kind: str) -> str:
+    """Return the name of a kind of text in the user's language; names of corpora stay as they are."""
+    words = {
+        "English": tr("English"),
+        "Chinese": tr("Chinese"),
+        "code": tr("code"),
+        "digits": tr("digits"),
+        "train": tr("train"),
+        "val": tr("val"),
+    }
+    corpus, space, name = kind.rpartition(" ")
+    return f"{corpus}{space}{words[name]}"
 
 
 if __name__ == "__main__":

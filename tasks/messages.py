@@ -68,7 +68,7 @@ def read_messages(messages: Any) -> Conversation:
     turns: list[Message] = []
     for n, message in enumerate(_single_messages(messages), start=1):
         turn = _read_message(message, n)
-        if turn.role == "tool" and not any(before.role == "assistant" for before in turns):
+        if turn.role == "tool" and not any(earlier.role == "assistant" for earlier in turns):
             raise ValueError(
                 tr("message {n} is the result of a tool, and no call comes before it", n=n)
             )
@@ -142,8 +142,8 @@ def check_own_format(conversation: Conversation) -> None:
         expected_role = "user" if message.role == "assistant" else "assistant"
 
 
-def parsed(text: str, what: str) -> Any:
-    """Return the value of a JSON text; raise ValueError, saying what it should be, if it is none.
+def parsed(text: str, expected: str) -> Any:
+    """Return the value of a JSON text; raise ValueError, naming what is expected, if it is none.
 
     Tables (CSV, parquet) hold lists and objects as such texts.
     """
@@ -153,7 +153,7 @@ def parsed(text: str, what: str) -> Any:
         raise ValueError(
             tr(
                 "{what} is expected, got a text that is not JSON ({broken}): {text!r}",
-                what=what,
+                what=expected,
                 broken=in_words(broken),
                 text=text[:40],
             )
@@ -174,12 +174,12 @@ def _single_messages(messages: list[Any]) -> Iterator[Any]:
         if question is None or answer is None:
             yield message
             continue
-        rest = dict(message)
-        system = rest.pop("system", None)
+        fields = dict(message)
+        system = fields.pop("system", None)
         if system:
             yield {"role": "system", "content": system}
-        yield {"role": "user", "content": rest.pop(question)}
-        yield {"role": "assistant", "content": rest.pop(answer), **rest}
+        yield {"role": "user", "content": fields.pop(question)}
+        yield {"role": "assistant", "content": fields.pop(answer), **fields}
 
 
 def _read_message(message: Any, n: int) -> Message:
@@ -412,11 +412,10 @@ def read_options(record: Mapping[str, Any]) -> dict[str, Any]:
                 kind=type(variables).__name__,
             )
         )
-    taken = {"messages", "tools", "add_generation_prompt"} & set(variables)
-    if taken:
-        raise ValueError(
-            tr('"chat_template_kwargs" may not hold {taken}', taken=", ".join(sorted(taken)))
-        )
+    reserved = {"messages", "tools", "add_generation_prompt"} & set(variables)
+    if reserved:
+        names = ", ".join(sorted(reserved))
+        raise ValueError(tr('"chat_template_kwargs" may not hold {taken}', taken=names))
     return {**options, **variables}
 
 

@@ -12,6 +12,8 @@ WARN = "WARN"
 FAIL = "FAIL"
 SKIP = "SKIP"
 STATUSES = (PASS, WARN, FAIL, SKIP)
+# The first of these that is set chooses the language of messages.
+LANGUAGE_VARIABLES = ("NANOCHAT_LANG", "LC_ALL", "LC_MESSAGES", "LANG")
 COLORS = {PASS: "32", WARN: "33", FAIL: "31", SKIP: "90"}
 
 
@@ -38,11 +40,25 @@ class Line(NamedTuple):
 
 def language_of(environment: Mapping[str, str]) -> str:
     """Return the language of messages, zh or en, according to NANOCHAT_LANG or the locale."""
-    for name in ("NANOCHAT_LANG", "LC_ALL", "LC_MESSAGES", "LANG"):
+    for name in LANGUAGE_VARIABLES:
         value = environment.get(name)
         if value:
             return "zh" if value.lower().startswith("zh") else "en"
     return "en"
+
+
+def languages_of(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the language of messages, or both languages where nothing says which one to use.
+
+    The locales C and POSIX say no language.
+    """
+    for name in LANGUAGE_VARIABLES:
+        value = environment.get(name)
+        if value and (value in ("C", "POSIX") or value.startswith("C.")):
+            return ("en", "zh")
+        if value:
+            return (language_of(environment),)
+    return ("en", "zh")
 
 
 def render(line: Line, language: str, color: bool) -> str:

@@ -168,6 +168,7 @@ def end(
     pids: Sequence[int],
     listed: Sequence[Process],
     force: bool,
+    language: str = "en",
     say: Callable[[str], None] = print,
 ) -> bool:
     """End listed processes by id, with SIGTERM and then, if `force` is set, with SIGKILL.
@@ -175,10 +176,16 @@ def end(
     Ids that are not listed are refused. Returns True if every id was listed and every process has
     ended.
     """
+    is_chinese = language == "zh"
     listed_pids = {process.pid for process in listed}
     strangers = [pid for pid in pids if pid not in listed_pids]
     for pid in strangers:
-        say(f"{pid}: not among your training processes, left alone / 不是你的训练进程，没有处理")
+        text = (
+            "不是你的训练进程，没有处理"
+            if is_chinese
+            else "not among your training processes, left alone"
+        )
+        say(f"{pid}: {text}")
     chosen = [pid for pid in pids if pid in listed_pids]
     signals = (signal.SIGTERM, signal.SIGKILL) if force else (signal.SIGTERM,)
     for signal_number in signals:
@@ -190,7 +197,12 @@ def end(
     alive = [pid for pid in chosen if is_alive(pid)]
     for pid in chosen:
         if pid in alive:
-            say(f"{pid}: still running; add --force to kill it / 仍在运行；加 --force 强制结束")
+            text = (
+                "仍在运行；加 --force 强制结束"
+                if is_chinese
+                else "still running; add --force to kill it"
+            )
         else:
-            say(f"{pid}: ended / 已结束")
+            text = "已结束" if is_chinese else "ended"
+        say(f"{pid}: {text}")
     return not alive and not strangers

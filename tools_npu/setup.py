@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Mapping, NamedTuple, Sequence
+from typing import Mapping, NamedTuple, Sequence, TextIO
 
 from tools_npu import environment, host, lines, versions
 from tools_npu.flags import Flags
@@ -38,6 +38,7 @@ CHINESE_HELP = """准备昇腾主机：选择与 CANN 配套的 torch 和 torch_
 """
 ROOT = Path(__file__).resolve().parent.parent
 NO_NPU = 3
+CHINESE_MARKS = {"warning": "警告", "error": "错误"}
 # --fix does not touch variables whose names begin so, because only the user knows the right value.
 PLACES = ("ASCEND_HOME", "ASCEND_OPP", "CUDA_")
 PROBE_SECONDS = 180
@@ -65,11 +66,21 @@ class Refusal(Exception):
         self.code = code
 
 
-def say(english: str, chinese: str = "", mark: str = "ascend") -> None:
-    """Print a line in English, and one in Chinese if `chinese` is given."""
-    print(f"{mark}: {english}", flush=True)
-    if chinese:
-        print(f"{mark}: {chinese}", flush=True)
+def say(
+    english: str,
+    chinese: str,
+    mark: str = "ascend",
+    stream: TextIO | None = None,
+) -> None:
+    """Print a line in the user's language, or in both where nothing says which one that is.
+
+    `stream` is standard output by default.
+    """
+    languages = lines.languages_of(os.environ)
+    if "en" in languages:
+        print(f"{mark}: {english}", file=stream, flush=True)
+    if "zh" in languages:
+        print(f"{CHINESE_MARKS.get(mark, mark)}：{chinese}", file=stream, flush=True)
 
 
 def glibc() -> tuple[int, ...]:
@@ -102,16 +113,23 @@ def describe(inventory: Inventory) -> None:
     cann = inventory.cann
     driver = inventory.driver
     unknown = "(unknown version)"
+    unknown_zh = "（版本未知）"
     if cann:
-        say(f"CANN {cann.version or unknown} in {cann.home} ({cann.layout})")
+        say(
+            f"CANN {cann.version or unknown} in {cann.home} ({cann.layout})",
+            f"CANN {cann.version or unknown_zh}，位于 {cann.home}（{cann.layout}）",
+        )
     else:
-        say("CANN not found")
+        say("CANN not found", "没有找到 CANN")
     if driver:
-        say(f"driver {driver.version or unknown} in {driver.path}")
+        say(
+            f"driver {driver.version or unknown} in {driver.path}",
+            f"驱动 {driver.version or unknown_zh}，位于 {driver.path}",
+        )
     else:
-        say("driver not found")
+        say("driver not found", "没有找到驱动")
     names = "".join(f" {Path(card.path).name}" for card in inventory.cards)
-    say(f"{len(inventory.cards)} card(s){names}")
+    say(f"{len(inventory.cards)} card(s){names}", f"{len(inventory.cards)} 张卡{names}")
 
 
 def choose_pair(inventory: Inventory, torch_npu: str) -> versions.Pick:
@@ -320,7 +338,8 @@ def can_stay(pair: Pair, cann: str, torch_npu: str) -> bool:
 def run(command: Sequence[str], env: Mapping[str, str], dry: bool) -> int:
     """Run a command and return its exit code, or only print the command in a dry run."""
     if dry:
-        say("would run: " + " ".join(shlex.quote(word) for word in command))
+        quoted_command = " ".join(shlex.quote(word) for word in command)
+        say(f"would run: {quoted_command}", f"将会运行：{quoted_command}")
         return 0
     return subprocess.run(list(command), env=dict(env)).returncode
 
@@ -591,9 +610,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(words)
     flags = " ".join(unknown)
     if unknown and not options.env_file:
-        parser.error(
-            f"unrecognized arguments: {flags}; bash setup_ascend.sh --help lists the flags"
-        )
+        parser.error(f"unrecognized arguments: {flags}")
     if unknown:  # they belong to the script that sources this one
         say(
             f"ignored, because they are not flags of setup_ascend.sh: {flags}",
@@ -609,8 +626,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if refusal.code == NO_NPU and options.env_file:
             say(refusal.english, refusal.chinese)
             return NO_NPU
-        print(f"error: {refusal.english}.", file=sys.stderr)
-        print(f"错误：{refusal.chinese}。", file=sys.stderr)
+        say(f"{refusal.english}.", f"{refusal.chinese}。", "error", sys.stderr)
         return refusal.code
 
 

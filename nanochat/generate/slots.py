@@ -3,7 +3,7 @@
 A slot is one row of the key-value cache: the keys, values and states of one sequence. Requests in
 flight hold slots 0 .. active - 1. Those that decode come first, then those that still prefill, so
 that every pass works on one contiguous slice. A request that ends leaves its tokens in a slot
-behind these. If the prompt of another request for the same adapter begins with the same tokens,
+behind the requests in flight. If the prompt of another request for the same adapter begins with the same tokens,
 that request either takes over the slot or copies the common part into the slot that has been unused
 for longest, whichever loses fewer tokens. A request with a new prompt also gets the slot that has
 been unused for longest.
@@ -121,7 +121,7 @@ def _least_useful(lengths: list[int], branch: int) -> int:
     """Return which of the saved lengths, in rising order, is to be given up.
 
     It is one that is close to its neighbours, compared with how far it is from the end, where most
-    prompts change. The last length and that of the branch are not given up.
+    prompts change. The last length and the length of the branch are not given up.
     """
 
     def loss(index: int) -> float:
@@ -279,7 +279,7 @@ class Slots:
     def admit(self, arrivals: Sequence[Request]) -> None:
         """Give slots to requests, those with shorter prompts first.
 
-        Repeated prompts come last, because their slots copy those of the first ones.
+        Repeated prompts come last, because they copy the cached tokens of the first ones.
         """
         originals: dict[tuple[str, tuple[int, ...]], Request] = {}  # by adapter and prompt
         copies = []
@@ -346,24 +346,24 @@ class Slots:
         """
         request = self.requests[slot]
         assert request is not None
-        reusable = request.cached >= MIN_PREFIX
+        is_reusable = request.cached >= MIN_PREFIX
         last = self.active - 1
         gap = max(slot, self.ready() - 1)  # the slot that the prefilling requests move up to fill
         path = [slot] if gap == slot else [slot, gap]
         path += range(gap + 1, last + 1)
         contents = None
-        if reusable and len(path) > 1:
+        if is_reusable and len(path) > 1:
             contents = self.cache.take(slot, request.cached)
         for target, source in itertools.pairwise(path):
             self._move(source, target)
         self.active = last
-        self.requests[last] = request if reusable else None
+        self.requests[last] = request if is_reusable else None
         request.last_used = next(self._clock)
         request.release()
         self._limit_scores()
         if contents is not None:
             self.cache.put(last, contents)
-        elif not reusable:
+        elif not is_reusable:
             self.cache.clear(slice(last, last + 1))
 
     def _limit_scores(self) -> None:
@@ -372,8 +372,8 @@ class Slots:
         finished.sort(key=lambda request: request.last_used, reverse=True)
         saved_scores = 0
         for request in finished:
-            listed = 1 + (request.sampling.prompt_logprobs or 0)
-            saved_scores += listed * len(request.prompt_scores)
+            scores_per_token = 1 + (request.sampling.prompt_logprobs or 0)
+            saved_scores += scores_per_token * len(request.prompt_scores)
             if saved_scores > MAX_SAVED_SCORES:
                 request.prompt_scores = []
 
@@ -387,15 +387,15 @@ class Slots:
     def shortest_first(self, first: int) -> None:
         """Let the shortest prompt from slot `first` on, which is to be read next, be read first.
 
-        The prompt that waits for it waits at most for as many tokens as it has itself, and for none
-        that save less than half of its wait, since exchanging slots copies what they hold.
+        The prompt that was next lets at most as many tokens pass as it has itself, and only shorter
+        prompts of less than half its unread tokens, since exchanging slots copies their contents.
         """
         waiting = self.running[first:]
         shortest = min(waiting, key=lambda request: request.unread)
-        gives_way = waiting[0]
-        let_pass = gives_way.let_pass + shortest.unread
-        if 2 * shortest.unread < gives_way.unread and let_pass <= gives_way.prompt_length:
-            gives_way.let_pass = let_pass
+        next_request = waiting[0]
+        let_pass = next_request.let_pass + shortest.unread
+        if 2 * shortest.unread < next_request.unread and let_pass <= next_request.prompt_length:
+            next_request.let_pass = let_pass
             self._swap(first, first + waiting.index(shortest))
 
     def prefill_shape(self, first: int, budget: int) -> tuple[int, int]:
@@ -416,12 +416,12 @@ class Slots:
                 break
             if any(self.will_share(request, earlier) for earlier in requests[:count]):
                 break  # the common prefix is copied, not computed twice
-            wider = max(columns, tokens)
-            padded_area = (count + 1) * wider
+            wider_columns = max(columns, tokens)
+            padded_area = (count + 1) * wider_columns
             if padded_area > budget or padded_area > 2 * (real_tokens + tokens):
                 break
             count += 1
-            columns = wider
+            columns = wider_columns
             real_tokens += tokens
         # A padded row must not run past the end of the cache: the rest of a long prompt waits for
         # the next pass.
@@ -465,21 +465,27 @@ class Slots:
         """Return what take_back() needs of the first `count` slots, before they are fed guesses."""
         return [] if self.cache.cuts_anywhere else self.cache.copy_states(slice(0, count))
 
-    def take_back(self, slot: int, before: int, fed: int, states: list[Tensor]) -> None:
-        """Drop the guesses from a slot that held `before` tokens and was fed `fed` more.
+    def take_back(
+        self,
+        slot: int,
+        cached_before: int,
+        fed_tokens: int,
+        states: list[Tensor],
+    ) -> None:
+        """Drop the guesses from a slot that held `cached_before` tokens and was fed `fed_tokens` more.
 
         Only as many as the request counts stay. If the states cannot be cut, all fed tokens are
         dropped, and those that stay in the reply are fed again.
         """
         request = self.requests[slot]
         assert request is not None
-        if request.cached == before + fed:
+        if request.cached == cached_before + fed_tokens:
             return
         if self.cache.cuts_anywhere:
             self.cache.cut(slot, request.cached, request.tokens[request.cached - 1])
             return
         self.cache.restore(slice(slot, slot + 1), [state[slot : slot + 1] for state in states])
-        request.cached = before
+        request.cached = cached_before
 
     # --- the contents of slots --------------------------------------------------------------------
 
@@ -489,7 +495,7 @@ class Slots:
         self.cache.clear(slice(slot, slot + 1))
 
     def _move(self, source: int, target: int) -> None:
-        """Copy the contents of a slot, with its request, over those of another one."""
+        """Copy the contents and the request of slot `source` over those in slot `target`."""
         self.requests[target] = self.requests[source]
         self.cache.copy(source, target, self._cached(source))
 

@@ -36,6 +36,9 @@ Source = Literal["base", "mid", "sft", "rl", "tune"]
 # The longest chat in tokens without --context: the full context of a published model could fill all
 # memory.
 LONGEST = 4096
+# The shortest chat that --context may ask for: with less, a short question and the marks of a chat
+# template leave no room for an answer.
+LEAST_CONTEXT = 32
 # Chats at once and tokens of a chat that plan_caches() chooses among, and the share of the free
 # memory that it gives to caches. Prompts that are read together need memory too.
 MOST_SLOTS = 32
@@ -67,7 +70,7 @@ class ModelFlags:
     """Replay every decoding step as one captured launch, on an NPU or a GPU. Default: on GPUs.
     An NPU needs TASK_QUEUE_ENABLE=1."""
     context: int | None = None
-    """Longest chat in tokens. Default: the context of the model, but at most 4,096,
+    """Longest chat in tokens, at least 32. Default: the context of the model, but at most 4,096,
     since memory grows with it. The server takes less if memory is short."""
     draft: str = ""
     """Guess tokens ahead while one or two chats are answered, so that the same replies come sooner.
@@ -392,7 +395,7 @@ def plan_caches(
     tokens = tr(" and ").join(f"{length:,}" for length in contexts)
     advice = f"--slots {fitting}"
     if fitting < 1:
-        advice = f"--slots 1 --context {max(2, room * max(contexts) // total)}"
+        advice = f"--slots 1 --context {max(LEAST_CONTEXT, room * max(contexts) // total)}"
     raise UserError(
         tr(
             "the cache of {count} slots x {tokens} tokens takes {total:.1f} GB, and "
@@ -418,14 +421,19 @@ def _context(flags: ModelFlags, loaded: Loaded) -> int:
     Raises UserError (exit code 2) if --context is out of range.
     """
     longest = loaded.model.config.sequence_len
-    if flags.context is not None and not 2 <= flags.context <= longest:
+    default = min(longest, LONGEST)
+    least = min(LEAST_CONTEXT, longest)
+    if flags.context is not None and not least <= flags.context <= longest:
         raise UserError(
             tr(
-                "--context must be from 2 to {longest:,}, the context of this model, got "
-                "{context:,}",
+                "--context must be from {least} to {longest:,}, the context of this model, got "
+                "{context:,}: give a number in this range, or leave the flag out to take "
+                "{default:,}",
+                least=least,
                 longest=longest,
                 context=flags.context,
+                default=default,
             ),
             exit_code=2,
         )
-    return flags.context or min(longest, LONGEST)
+    return flags.context or default

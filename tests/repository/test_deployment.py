@@ -350,6 +350,7 @@ def test_a_wrong_file_of_settings_is_named(
         ({"FAKE_SETUP": "1"}, 1, "setup_ascend []"),  # unusable NPUs are an error, never a silent fallback
         ({"NPROC_PER_NODE": "9"}, 2, "setup_ascend []"),
         ({"NPROC_PER_NODE": "x"}, 2, "setup_ascend []"),
+        ({"NPROC_PER_NODE": "x", "NANOCHAT_DEVICE": "cpu", "FAKE_DEVICE": "cpu"}, 2, "setup_env"),
     ],
 )
 def test_the_device_of_the_host_decides(clone: Clone, environment: dict[str, str], code: int, first: str) -> None:
@@ -357,6 +358,8 @@ def test_the_device_of_the_host_decides(clone: Clone, environment: dict[str, str
     assert (ended, lines[0]) == (code, first), errors
     assert (code == 0) == lines[-1].startswith("python -m scripts.base_train ")
     assert code == 0 or "error:" in errors
+    if environment.get("FAKE_DEVICE") == "cpu" and code:  # a CPU runs any number of processes
+        assert "NPROC_PER_NODE must be the number of processes, 1 or more, got x" in errors
 
 
 @pytest.mark.parametrize("is_link", [False, True])

@@ -143,6 +143,25 @@ def test_a_second_call_does_nothing_also_after_dev_and_without_cargo(machine: Ma
     assert stamp.stat().st_mtime_ns == before
 
 
+@pytest.mark.parametrize(
+    ("environment", "english", "chinese"),
+    [
+        ({"LANG": "zh_CN.UTF-8"}, False, True),
+        ({"LANG": "zh_CN.UTF-8", "NANOCHAT_LANG": "en"}, True, False),
+        ({"LANG": "en_US.UTF-8"}, True, False),
+        ({"LANG": "C.UTF-8"}, True, True),
+        ({}, True, True),
+    ],
+)
+def test_a_failure_is_told_in_the_chosen_language(
+    machine: Machine, environment: dict[str, str], english: bool, chinese: bool
+) -> None:
+    (machine.stubs / "python3").unlink()
+    code, _, err = machine.run(**environment)
+    assert code == 1 and "apt-get install -y python3.11" in err
+    assert ("error: " in err, "错误：" in err) == (english, chinese)
+
+
 def test_in_chinese_every_step_is_named_in_chinese(machine: Machine) -> None:
     code, out, _ = machine.run("--dev", LANG="zh_CN.UTF-8")
     assert code == 0 and "setup：软件包（" in out

@@ -143,6 +143,17 @@ def test_cann_below_the_floor_is_refused(clone: Clone) -> None:
     assert clone.called == []
 
 
+@pytest.mark.parametrize(("LANG", "english", "chinese"), [("zh_CN.UTF-8", 0, 1), ("en_US.UTF-8", 1, 0), ("C", 1, 1)])
+def test_a_refusal_is_told_in_the_chosen_language(clone: Clone, LANG: str, english: int, chinese: int) -> None:
+    clone.make_host(layout="ascend-toolkit", cann="8.2.RC1")
+    _, out = clone.run(LANG=LANG)
+    assert (out.count("error: "), out.count("错误：")) == (english, chinese)
+    assert (out.count("8.2.RC1 in "), out.count("8.2.RC1，位于")) == (english, chinese)
+    (clone.root / "tools_npu" / "setup.py").unlink()
+    _, out = clone.run(LANG=LANG)
+    assert (out.count("error: "), out.count("错误：")) == (english, chinese)
+
+
 def test_cann_without_a_readable_version_asks_for_a_torch_npu(clone: Clone) -> None:
     clone.make_host(layout="ascend-toolkit", cann="")
     code, out = clone.run()

@@ -100,6 +100,8 @@ def test_only_the_answer_is_on_standard_output_and_pipe_and_flag_give_the_same(t
         ((), b"\n", 2, "the prompt is empty"),
         (("-p", "cat " * 300), b"", 1, "the prompt is too long.*160"),
         (("-p", "cat", "-k", "-1"), b"", 2, "top_k"),
+        (("-p", "cat", "-t", "101"), b"", 2, "--temperature must be from 0 to 100, got 101: type --temperature 1, for"),
+        (("-p", "cat", "--context", "10"), b"", 2, "--context must be from 32 to 160, .* got 10"),
     ],
 )
 def test_what_cannot_be_answered_is_one_message_and_no_output(flags, stdin, code, message, typed):
@@ -166,7 +168,7 @@ def test_turns_add_up_and_the_model_sees_them(monkeypatch):
     assert chat_cli.reply(chat, "the mat") and chat_cli.reply(chat, "猫 on 12")
     assert [message.role for message in chat.messages] == ["system", "user", "assistant", "user", "assistant"]
     prompt = TOKENIZER.render_prompt(chat_cli.Conversation(tuple(chat.messages)))
-    (expected,) = Engine(chat.loaded.model, TOKENIZER).generate([prompt], Sampling(0.0, max_tokens=8))
+    (expected,) = Engine(chat.speaker.loaded.model, TOKENIZER).generate([prompt], Sampling(0.0, max_tokens=8))
     assert out.getvalue().splitlines()[1] == harmless(said(expected.tokens))
 
 
@@ -184,8 +186,8 @@ def test_a_reply_that_ends_within_a_calculator_call_shows_the_call(monkeypatch):
     chat, _, notes = open_chat(monkeypatch)
     tokens = [TOKENIZER.special("python_start"), *TOKENIZER.encode("12*12"), TOKENIZER.special("assistant_end")]
     events = [Event(0, token, 0.0, False, None) for token in tokens]
-    monkeypatch.setattr(chat.engine, "step", lambda: [events.pop(0)])
-    monkeypatch.setattr(type(chat.engine), "busy", property(lambda engine: bool(events)))
+    monkeypatch.setattr(chat.speaker.engine, "step", lambda: [events.pop(0)])
+    monkeypatch.setattr(type(chat.speaker.engine), "busy", property(lambda engine: bool(events)))
     chat_cli.reply(chat, "cat")
     assert "[12*12 ...]" in notes.getvalue()
 
@@ -197,35 +199,35 @@ def test_the_first_turns_are_left_out_when_the_context_is_full_and_it_is_said(mo
         chat_cli.reply(chat, question)
     assert [message.text for message in chat.messages if message.role == "user"] == asked
     assert "no longer sees the first 2 messages" in notes.getvalue()
-    tokens = chat_cli.prompt_tokens(chat, "the end")
-    assert len(tokens) <= chat.engine.length - 8
+    tokens = chat_cli.prompt_tokens(chat, chat.speaker, "the end")
+    assert len(tokens) <= chat.speaker.engine.length - 8
     assert TOKENIZER.decode(tokens).startswith("<|bos|><|user_start|>cat\n\n")
     with pytest.raises(UserError, match="too long"):
         chat_cli.reply(chat, "cat " * 300)
-    assert len(chat.messages) == 17 and not chat.engine.busy
+    assert len(chat.messages) == 17 and not chat.speaker.engine.busy
 
 
 def test_a_base_model_continues_the_text(monkeypatch):
     chat, _, _ = open_chat(monkeypatch)
-    chat.loaded = replace(chat.loaded, stage="base")
-    assert chat_cli.prompt_tokens(chat, "the cat") == [TOKENIZER.bos, *TOKENIZER.encode("the cat")]
+    chat.speaker.loaded = replace(chat.speaker.loaded, stage="base")
+    assert chat_cli.prompt_tokens(chat, chat.speaker, "the cat") == [TOKENIZER.bos, *TOKENIZER.encode("the cat")]
 
 
 def test_ctrl_c_stops_the_reply_only_and_keeps_what_was_said(monkeypatch):
     chat, _, notes = open_chat(monkeypatch)
-    step = chat.engine.step
+    step = chat.speaker.engine.step
 
     def press() -> list[Any]:
-        if chat.engine.passes == 4:
+        if chat.speaker.engine.passes == 4:
             os.kill(os.getpid(), signal.SIGINT)
         return step()
 
-    monkeypatch.setattr(chat.engine, "step", press)
+    monkeypatch.setattr(chat.speaker.engine, "step", press)
     before = signal.getsignal(signal.SIGINT)
     assert chat_cli.reply(chat, "the cat") is False
     assert signal.getsignal(signal.SIGINT) is before
-    assert "stopped" in notes.getvalue() and not chat.engine.busy and len(chat.messages) == 2
-    monkeypatch.setattr(chat.engine, "step", step)
+    assert "stopped" in notes.getvalue() and not chat.speaker.engine.busy and len(chat.messages) == 2
+    monkeypatch.setattr(chat.speaker.engine, "step", step)
     assert chat_cli.reply(chat, "the cat")
 
 
@@ -252,8 +254,8 @@ def test_the_switch_of_a_template_is_set_and_a_template_without_one_refuses(flag
     template = "{% for m in messages %}{{ m.content }}{% endfor %}[{{ enable_thinking | default('none') }}]"
     (folder / "chat_template.jinja").write_text(template)
     chat = chat_cli.open_chat(Config(model=folder, thinking=flag), io.StringIO())
-    prompt = chat_cli.prompt_tokens(chat, "why")
-    assert chat.loaded.tokenizer.decode(prompt) == f"why[{text}]"
+    prompt = chat_cli.prompt_tokens(chat, chat.speaker, "why")
+    assert chat.speaker.loaded.tokenizer.decode(prompt) == f"why[{text}]"
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     if flag != "auto":
         with pytest.raises(UserError, match="--thinking"):
@@ -284,9 +286,12 @@ def test_commands_change_the_settings_and_say_so(monkeypatch):
     ("line", "word"),
     [
         ("/temp warm", "'warm'"),
-        ("/temp -1", "temperature"),
+        ("/temp -1", "/temp must be from 0 to 100, got -1: type /temp 1, for"),
+        ("/temp 1e30", "/temp must be from 0 to 100, got 1e\\+30"),
+        ("/temp nan", "/temp must be from 0 to 100, got nan"),
         ("/topk 1.5", "a whole number"),
-        ("/max 0", "max_tokens"),
+        ("/max 0", "/max must be from 1 to 160, got 0: .* Type /max 50, for"),
+        ("/max 161", "/max must be from 1 to 160, got 161"),
         ("/save", "a file name"),
         ("/save /dev/null/chat.json", "cannot be written"),
         ("/load /no/such/file", "cannot be read"),

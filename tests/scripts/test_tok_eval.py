@@ -33,6 +33,14 @@ def test_bytes_per_token_are_counted_for_each_kind_of_text(tokenizer):
     assert section["rows"] == rows and section["tokenizer"] == tokenizer.hash
 
 
+def test_the_kinds_of_text_are_named_in_the_users_language(monkeypatch, capsys):
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    train(Config())
+    lines = capsys.readouterr().out.splitlines()
+    kinds = ("英文", "中文", "代码", "数字", "c 训练", "c 验证")
+    assert all(any(f"│ {kind} " in line for line in lines) for kind in kinds), lines
+
+
 def test_published_vocabularies_stand_beside_ours_without_their_files(monkeypatch, capsys):
     monkeypatch.setattr(tok_eval.tiktoken, "get_encoding", lambda name: pytest.fail(f"{name} is fetched"))
     rows = train(Config())

@@ -62,8 +62,9 @@ def test_a_long_context_is_not_taken_in_full_unless_asked_for(folder: Path, monk
     monkeypatch.setattr(chosen, "LONGEST", 100)
     assert choose(ModelFlags(model=folder), on_cpu()).context == 100
     assert choose(ModelFlags(model=folder, context=200), on_cpu()).context == 200
-    with pytest.raises(UserError, match="--context must be from 2 to 256"):
-        choose(ModelFlags(model=folder, context=300), on_cpu())
+    for context in (10, 300):
+        with pytest.raises(UserError, match=f"--context must be from 32 to 256, .* got {context}: .* to take 100"):
+            choose(ModelFlags(model=folder, context=context), on_cpu())
 
 
 @pytest.mark.parametrize(

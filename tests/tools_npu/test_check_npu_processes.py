@@ -30,9 +30,9 @@ def test_your_training_processes_are_listed_and_ended_by_id(trainer: subprocess.
     assert "-m scripts.base_train" in listed[trainer.pid].command
     assert os.getpid() not in listed and os.getppid() not in listed
     said: list[str] = []
-    assert processes.end([trainer.pid], list(listed.values()), force=False, say=said.append)
+    assert processes.end([trainer.pid], list(listed.values()), force=False, language="zh", say=said.append)
     assert trainer.wait(timeout=20) == -15
-    assert said == [f"{trainer.pid}: ended / 已结束"]
+    assert said == [f"{trainer.pid}: 已结束"]
 
 
 def test_an_id_that_is_not_listed_is_left_alone(trainer: subprocess.Popen[bytes]) -> None:

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import requests
@@ -25,6 +25,7 @@ READ_SECONDS = 600  # a busy server may take minutes to its first token
 # What the user may set; our server publishes its defaults.
 SETTINGS = ("temperature", "min_p", "top_k", "max_tokens")
 NOT_OPENAI = ("min_p", "top_k")  # settings that OpenAI's own server refuses
+DONE = b"data: [DONE]"  # the last line of a streamed reply
 LOOK_SECONDS = 0.1  # how often a reply under way checks whether it was stopped
 JSON_BYTES = 4 << 20  # the longest answer that is not streamed
 JSON_SECONDS = 60.0  # for the whole of it to arrive
@@ -32,7 +33,7 @@ LINE_BYTES = 1 << 20  # the longest line of a streamed reply
 REPLY_BYTES = 64 << 20  # the longest streamed reply
 REASON_LETTERS = 500  # letters to show of a server's reason for a failure
 LONGEST_NAME = 200  # characters of a model's name
-LARGEST_SETTING = 1e9
+LARGEST_SETTING = 10**9
 
 
 class Remote:
@@ -109,7 +110,8 @@ class Remote:
     ) -> Iterator[Part | Thought]:
         """Yield the parts and thoughts of a reply as they arrive, until it ends or `stopped` returns true.
 
-        Raises UserError if the server does not answer, refuses the request, or fails later.
+        Raises UserError if the server does not answer, refuses the request, fails later, or closes
+        the connection before the reply has ended.
         """
         self.finish = None
         self.tokens = 0
@@ -124,6 +126,8 @@ class Remote:
                     line = lines.get(timeout=LOOK_SECONDS)
                 except queue.Empty:
                     continue
+                if line is None and not self.finish:
+                    line = EOFError(tr("the server closed the connection"))
                 if isinstance(line, Exception):
                     raise UserError(
                         tr(
@@ -132,7 +136,7 @@ class Remote:
                             line=line,
                         )
                     ) from line
-                if line is None or line == b"data: [DONE]":
+                if line is None or line == DONE:
                     self.finish = self.finish or "stop"  # some servers give no reason
                     return
                 if line.startswith(b"data:"):
@@ -299,7 +303,8 @@ def _queue_lines(
                 line += byte
             if len(line) > LINE_BYTES or size > REPLY_BYTES:
                 raise ValueError(f"more than {LINE_BYTES:,} bytes a line or {REPLY_BYTES:,} in all")
-        lines.put(bytes(line))
+        if line == DONE:  # any other line without an end was cut off
+            lines.put(DONE)
         lines.put(None)
     except Exception as failure:  # the edge of a thread: closing the response also raises here
         lines.put(failure)
@@ -359,7 +364,7 @@ def _check_encoding(response: requests.Response) -> None:
         raise ValueError("the body is compressed, which was not asked for")
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     """Return whether a value is an integer from 0 to LARGEST_SETTING."""
     return type(value) is int and 0 <= value <= LARGEST_SETTING
 

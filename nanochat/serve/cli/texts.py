@@ -33,6 +33,9 @@ TEXTS = {
         "also hold the chat",
         "number": "{command} needs a number, got {given!r}: type {command} 1, for example",
         "whole": "{command} needs a whole number, got {given!r}: type {command} 50, for example",
+        "hot": "{name} must be from 0 to {most}, got {given:g}: type {name} 1, for example",
+        "long": "{name} must be from 1 to {most:,}, got {given:,}: a reply must fit into the "
+        "context. Type {name} 50, for example",
         "file": "{command} needs a file name: type {command} chat.json, for example",
         "home": "there is no home folder for {given}: type another path, such as {command} "
         "./chat.json",
@@ -79,6 +82,8 @@ TEXTS = {
         "most": "服务器的上下文为 {context} 个词元，还要放下对话，因此回答最多 {most} 个词元",
         "number": "{command} 后面要写数字，不能写 {given!r}；例如 {command} 1",
         "whole": "{command} 后面要写整数，不能写 {given!r}；例如 {command} 50",
+        "hot": "{name} 必须在 0 到 {most} 之间，不能是 {given:g}；例如 {name} 1",
+        "long": "{name} 必须在 1 到 {most:,} 之间，不能是 {given:,}；回答要放得进上下文，例如 {name} 50",
         "file": "{command} 后面要写文件名，例如 {command} chat.json",
         "home": "找不到 {given} 中的用户主目录，请换一个路径，例如 {command} ./chat.json",
         "saved": "已把 {count} 条消息保存到 {path}",

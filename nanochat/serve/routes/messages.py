@@ -40,7 +40,7 @@ def read_conversation(
     """Check a request's list of messages, and return it as a conversation.
 
     Roles may come in any order. The results of calls are put after their calls, in the order of
-    these; a result that names no call must follow an assistant message or another result. Empty
+    the calls; a result that names no call must follow an assistant message or another result. Empty
     system messages are left out. If `continued` is true, the last message must be a reply for the
     model to continue.
 
@@ -117,9 +117,9 @@ def _results_after_calls(messages: Sequence[Message]) -> list[Message]:
     joined: list[tuple[int, Message]] = []  # (index in the request, message)
     for i, message in enumerate(messages):
         if joined and joined[-1][1].role == "assistant" == message.role:
-            first, earlier = joined[-1]
+            index, earlier = joined[-1]
             if "tool_calls" in {**earlier.fields, **message.fields}:
-                joined[-1] = first, _joined(earlier, message)
+                joined[-1] = index, _joined(earlier, message)
                 continue
         joined.append((i, message))
     place_of_result: dict[str, tuple[int, int]] = {}  # ID of a call -> where its result belongs

@@ -57,11 +57,11 @@ def test_thoughts_come_apart_and_go_back_with_the_chat():
     engine = FakeEngine(reply, tokenizer=ByteTokenizer(thought_marks=("<think>", "</think>")))
     with running(engine) as url:
         out = io.StringIO()
-        chat = Chat(None, None, chat_cli.Sampling(), "en", out, io.StringIO(), server=Remote(url, ""), thinks=False)
+        chat = Chat(Remote(url, ""), chat_cli.Sampling(), "en", out, io.StringIO(), thinks=False)
         assert chat_cli.reply(chat, "why")
         assert out.getvalue() == "So.\n"
         assert chat.messages[-1].fields == {"reasoning_content": "Because."}
-        body = chat.server._body(chat.messages, {})
+        body = chat.speaker._body(chat.messages, {})
         assert body["messages"][-1] == {"role": "assistant", "content": "So.", "reasoning_content": "Because."}
         assert chat_cli.reply(chat, "next")
 
@@ -104,7 +104,9 @@ def test_a_server_hears_only_what_the_user_set_and_its_own_defaults_are_shown():
         chat_cli.reply(chat, "hello")
         first = engine.seen[-1].sampling
         assert (first.temperature, first.min_p, first.top_k, first.max_tokens) == (1.0, 0.5, 9, 128)
-        with pytest.raises(UserError, match="temperature must be"):
+        with pytest.raises(UserError, match="/max must be from 1 to 1,000,000,000, got"):
+            chat_cli.command(chat, "/max 99999999999")
+        with pytest.raises(UserError, match="/temp must be"):
             chat_cli.command(chat, "/temp -1")
         chat_cli.command(chat, "/temp")
         assert "temperature: 1; top-k: 9; longest reply in tokens: 128\n" in notes.getvalue()
@@ -238,14 +240,30 @@ def test_an_event_of_an_odd_type_is_refused_in_one_message(event):
 @pytest.mark.parametrize("tokens", [-45, "x", 1e999, [1], 10**12, True])
 def test_an_odd_length_of_the_reply_is_not_shown(tokens):
     event = json.dumps({"usage": {"completion_tokens": tokens}, "choices": [{"delta": {"content": "hi"}}]})
-    remote, parts = said_by(listing(), answer(f"data: {event}\n\n".encode()))
+    remote, parts = said_by(listing(), answer(f"data: {event}\n\ndata: [DONE]\n\n".encode()))
     assert (remote.tokens, parts) == (0, [Part("text", "hi")])
 
 
-@pytest.mark.parametrize("end", [b"data: [DONE]\n\n", b""])
-def test_a_reply_that_ends_without_a_reason_was_not_stopped_by_the_user(end):
-    remote, parts = said_by(listing(), answer(b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n' + end))
-    assert (remote.finish, parts) == ("stop", [Part("text", "hi")])
+WORDS = b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("end", "finish"),
+    [
+        (b"data: [DONE]\n\n", "stop"),
+        (b"data: [DONE]", "stop"),
+        (b'data: {"choices": [{"delta": {}, "finish_reason": "length"}]}\n\n', "length"),
+    ],
+)
+def test_a_reply_ends_with_a_reason_or_with_done(end, finish):
+    remote, parts = said_by(listing(), answer(WORDS + end))
+    assert (remote.finish, parts) == (finish, [Part("text", "hi")])
+
+
+@pytest.mark.parametrize("end", [b"", b"data: [DO", b": comment\n\n"])
+def test_a_reply_without_a_reason_or_done_ended_too_early(end):
+    with pytest.raises(UserError, match=r"ended the reply too early \(the server closed"):
+        said_by(listing(), answer(WORDS + end))
 
 
 @pytest.mark.parametrize("name", [5, None, "", "x" * 10_000, {"a": 1}])
