@@ -36,7 +36,6 @@ from nanochat.runtime.trackers.jsonl import read_metrics
 from nanochat.train.forgetting import GeneralText, read_passages
 
 Loss = Literal["answers", "dpo"]
-OTHER_TEXT = ROOT / "docs" / "devices.md"  # beside the package's general text
 GREEDY = Sampling(temperature=0.0, max_tokens=128)  # the base explains a sum before it says it
 
 
@@ -58,6 +57,8 @@ class Config:
     """objective of training"""
     seeds: int = 1
     """runs of each data set; every run draws other things and another order of the data"""
+    other_text: Path = ROOT / "docs" / "devices.md"
+    """text file on which the perplexity is measured beside the package's general text"""
     flags: str = ""
     """more flags of scripts.finetune, such as --flags="--num_epochs 4" """
 
@@ -94,7 +95,7 @@ class Measured:
     right: float  # of facts.QUESTIONS
     sums: float  # of facts.SUMS
     general: float  # perplexity of the package's general text
-    other: float  # perplexity of OTHER_TEXT
+    other: float  # perplexity of Config.other_text
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,12 @@ class Learned:
     margin: float | None  # at the last validation of DPO
 
 
-def measure(loaded: Loaded, questions: Sequence[tuple[str, str]], compute: Compute) -> Measured:
+def measure(
+    loaded: Loaded,
+    questions: Sequence[tuple[str, str]],
+    other_text: Path,
+    compute: Compute,
+) -> Measured:
     """Ask a model the questions and the sums, and measure its perplexity on both texts."""
 
     def right(name: str, problems: Sequence[tuple[str, str]]) -> float:
@@ -126,7 +132,7 @@ def measure(loaded: Loaded, questions: Sequence[tuple[str, str]], compute: Compu
         right("questions", questions),
         right("sums", facts.sums()),
         perplexity(None),
-        perplexity(OTHER_TEXT),
+        perplexity(other_text),
     )
 
 
@@ -211,13 +217,14 @@ def learn(cfg: Config, kind: str, seed: int, compute: Compute) -> Learned:
     if before_path.exists():
         before = Measured(**read_json(before_path))
     else:
-        before = measure(load_published(cfg.model, None, compute), questions, compute)
+        published = load_published(cfg.model, None, compute)
+        before = measure(published, questions, cfg.other_text, compute)
         write_json(before_path, asdict(before))
     seconds, peak_gb = train(cfg, kind, seed, folder)
     with base_folder(folder):
         loaded = load_model("tune", tag, None, compute)
         metrics = read_metrics(folder / "tuned_checkpoints" / tag)
-    after = measure(loaded, questions, compute)
+    after = measure(loaded, questions, cfg.other_text, compute)
     margins = [line["val_margin"] for line in metrics if "val_margin" in line]
     learned = Learned(
         kind, seed, before, after, loaded.step, seconds, peak_gb, margins[-1] if margins else None
@@ -254,7 +261,7 @@ def main(cfg: Config) -> None:
         f"right of {facts.QUESTIONS}",
         f"sums of {facts.SUMS}",
         "general text",
-        OTHER_TEXT.name,
+        cfg.other_text.name,
         "margin",
         "steps",
         "CPU s",
