@@ -8,7 +8,7 @@ import pytest
 from nanochat.common import UserError, settings
 from nanochat.device import Compute
 from nanochat.runtime import fingerprint
-from tests.support.rank_pool import Pool
+from tests.support.ranks import Pool
 from tests.support.small_world import config, make_corpus, run_stage
 from tests.support.tiny_model import on_cpu
 

@@ -26,7 +26,7 @@ from scripts import finetune
 from tasks.mixtures import own_conversations
 from tests.support.flags import configured
 from tests.support.qwens import VOCABULARY, write_folder
-from tests.support.rank_pool import Pool
+from tests.support.ranks import Pool
 from tests.support.small_world import few_own_words
 from tests.support.tiny_model import on_cpu
 

@@ -18,7 +18,7 @@ from tests.emulated_npu.worker import run_ranks, skip_without_compiler
 from tests.scripts.test_finetune import base as base  # fixtures: a base folder, and published models
 from tests.scripts.test_finetune import models as models
 from tests.support.flags import configured
-from tests.support.rank_pool import Pool
+from tests.support.ranks import Pool
 from tests.support.tiny_model import on_cpu
 
 

@@ -22,7 +22,7 @@ from scripts import finetune
 from tests.scripts.test_finetune import base as base  # a fixture: the folder of all runs
 from tests.scripts.test_finetune import config, losses
 from tests.scripts.test_finetune import models as models  # a fixture: published models and conversations
-from tests.support.rank_pool import Pool
+from tests.support.ranks import Pool
 from tests.support.tiny_model import on_cpu
 
 FLAGS: dict[str, Any] = {"base_bits": 4, "learning_rate": 1e-2, "num_iterations": 12}
