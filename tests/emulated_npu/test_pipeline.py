@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,12 +61,9 @@ def test_a_stage_learns_on_two_npus_what_it_learns_on_the_cpu(stage: str, alone:
 def run(command: list[str], environment: dict[str, str]) -> str:
     """Run a script and return its output. If the script fails, the test fails."""
     environment = {"NANOCHAT_DTYPE": "float32", "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    code, said, errors = worker.forks().run(command, ROOT, environment)
+    assert code == 0, said[-2000:] + errors[-4000:]
+    return said
 
 
 LEFT_OUT = ("second", "memory", "time", "samples")  # samples: a rank keeps only its own
