@@ -110,7 +110,6 @@ def run_row(name: str, tag: str, models: Path, compute: Compute) -> None:
     flags = {**COMMON, **row.flags}
     replies = Path(os.environ["NANOCHAT_BASE_DIR"]) / f"{name}.pt"
     with pytest.MonkeyPatch.context() as patch, fixed_replies(replies):
-        patch.setenv("NANOCHAT_PEAK_TFLOPS", "1")  # measuring the speed of products would take a third of the time
         few_own_words(patch)
         shrink(patch)
         if row.stage == "tune":
@@ -139,7 +138,6 @@ def base(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Pat
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch)
         patch.setenv("NANOCHAT_BASE_DIR", str(folder))
-        patch.setenv("NANOCHAT_PEAK_TFLOPS", "1")
         make_corpus(folder)
         for stage in ("base", "mid", "sft"):
             run_stage(stage, num_iterations=4, eval_every=0)
