@@ -74,7 +74,7 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Any]:
     """Ranks that are started once for all tests of a process."""
-    from tests.support.rank_pool import Pool
+    from tests.support.ranks import Pool
 
     ranks = Pool()
     yield ranks

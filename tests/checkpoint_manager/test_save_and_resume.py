@@ -62,13 +62,6 @@ def test_a_checkpoint_says_what_it_is(tmp_path: Path, tokenizer: Tokenizer) -> N
     assert names - {"meta.json"} == set(meta["files"])
 
 
-def test_the_three_newest_steps_are_kept(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    pair = make()
-    for step in (1, 2, 3, 4, 10):
-        save(tmp_path / "run", step, *pair, tokenizer)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step_000003", "step_000004", "step_000010"]
-
-
 # --- damage --------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,8 @@
 """Every script of the pipeline on emulated NPUs gives the losses of the CPU in fp32."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,12 @@ import pytest
 
 from nanochat.device import Compute
 from nanochat.runtime.tracking import read_metrics
+from scripts import base_eval, base_loss, chat_cli, chat_eval
 from tests.emulated_npu import worker
 from tests.scripts.test_ranks import STEPS
 from tests.scripts.test_ranks import alone as alone  # a fixture: the same few steps in one process on the CPU
 from tests.support.small_world import run_stage, shrink, stage_folder, up_to, words
+from tests.support.tiny_model import on_cpu
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUNDLE = ROOT / "tests" / "support" / "files" / "eval_bundle"
@@ -61,12 +61,9 @@ def test_a_stage_learns_on_two_npus_what_it_learns_on_the_cpu(stage: str, alone:
 def run(command: list[str], environment: dict[str, str]) -> str:
     """Run a script and return its output. If the script fails, the test fails."""
     environment = {"NANOCHAT_DTYPE": "float32", "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    code, said, errors = worker.forks().run(command, ROOT, environment)
+    assert code == 0, said[-2000:] + errors[-4000:]
+    return said
 
 
 LEFT_OUT = ("second", "memory", "time", "samples")  # samples: a rank keeps only its own
@@ -90,38 +87,55 @@ def figures(base: Path, name: str) -> dict[str, float]:
     return found
 
 
-EVALUATIONS = {
-    "base_loss": ("base_loss", ["--model_tag=d2", "--split_tokens=2048"]),
-    "base_eval": ("base_eval", [f"--eval_bundle={BUNDLE}", "--max_per_task=4", "--split_tokens=2048"]),
-    "chat_eval": ("rl_eval", ["-a", "tinyworld_en", "--max_problems=8", "--max_new_tokens=16"]),
+# name -> the measurement, its section of the report and its configuration
+MEASUREMENTS: dict[str, tuple[Callable[[Any, Compute], Any], str, Any]] = {
+    "base_loss": (base_loss.evaluate, "base_loss", base_loss.Config(model_tag="d2", split_tokens=2048)),
+    "base_eval": (
+        base_eval.evaluate,
+        "base_eval",
+        base_eval.Config(eval_bundle=str(BUNDLE), max_per_task=4, split_tokens=2048),
+    ),
+    "chat_eval": (
+        chat_eval.chat_eval,
+        "rl_eval",
+        chat_eval.Config(task_name="tinyworld_en", max_problems=8, max_new_tokens=16),
+    ),
 }
 
 
-@pytest.mark.parametrize("script", EVALUATIONS)
-def test_a_measurement_on_two_npus_equals_the_one_on_the_cpu(script: str, alone: Path, tmp_path: Path) -> None:
-    section, flags = EVALUATIONS[script]
-    measured = []
-    for device in ("cpu", "npu"):
-        base = tmp_path / device / "base"
-        shutil.copytree(alone, base)
-        host = dict(os.environ)
-        command = [f"scripts.{script}", *flags]
-        if device == "npu":
-            host = worker.npu_environment(tmp_path / "host", devices=2)
-            launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
-            command = [*launcher, f"scripts.{script}", "--", *flags]
-        said = run(command, {**host, "NANOCHAT_BASE_DIR": str(base)})
-        assert ("device: npu Ascend910B3" in said) == (device == "npu")
-        measured.append(figures(base, section))
-    assert len(measured[0]) > 3
-    assert measured[1] == pytest.approx(measured[0], abs=1e-3, rel=1e-3)
+def measure(compute: Compute, name: str) -> None:
+    work, _, config = MEASUREMENTS[name]
+    work(config, compute)
+
+
+@pytest.mark.parametrize("name", MEASUREMENTS)
+def test_a_measurement_on_two_npus_equals_the_one_on_the_cpu(
+    name: str, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bases = [shutil.copytree(alone, tmp_path / device) for device in ("cpu", "npu")]
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(bases[0]))
+    measure(on_cpu(), name)
+    worker.run_ranks(2, measure, name, NANOCHAT_BASE_DIR=str(bases[1]))
+    expected, found = (figures(base, MEASUREMENTS[name][1]) for base in bases)
+    assert len(expected) > 3
+    assert found == pytest.approx(expected, abs=1e-3, rel=1e-3)
 
 
 @pytest.mark.parametrize(("chip", "dtype"), [("910A", "float32"), ("310P", "float16")])  # a 310P attends in fp16 only
-def test_a_chat_on_older_chips_says_what_it_says_on_the_cpu(chip: str, dtype: str, alone: Path, tmp_path: Path) -> None:
-    command = ["scripts.chat_cli", "-i", "base", "-p", "the capital of France is", "-t", "0", "-m", "24"]
+def test_a_chat_on_older_chips_says_what_it_says_on_the_cpu(
+    chip: str,
+    dtype: str,
+    alone: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     base = {"NANOCHAT_BASE_DIR": str(alone), "NANOCHAT_DTYPE": dtype}
-    expected = run(command, {**os.environ, **base})
+    for name, value in base.items():
+        monkeypatch.setenv(name, value)
+    chat_cli.main(chat_cli.Config(source="base", prompt="the capital of France is", temperature=0.0, max_tokens=24))
+    expected = capsys.readouterr().out
+    command = ["scripts.chat_cli", "-i", "base", "-p", "the capital of France is", "-t", "0", "-m", "24"]
     assert run(command, {**worker.npu_environment(tmp_path, chip, 1), **base}) == expected
     assert expected.strip()
 

@@ -11,6 +11,7 @@ import atexit
 import functools
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.forks import Forks
 
 from . import build, host
 
@@ -118,29 +121,41 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, chip: s
     from tests.support.meeting import open_meeting
 
     with tempfile.TemporaryDirectory(prefix="emulated-npu-") as name:
-        folder, meeting = Path(name), open_meeting()
+        folder, meeting, torch_process = Path(name), open_meeting(), forks()
         torch.save((function.__module__, function.__name__, args), folder / "call.pt")
         base = {"NANOCHAT_DTYPE": "float32", **npu_environment(folder / "host", chip, world_size), **env}
         base["WORLD_SIZE"] = str(world_size)
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.emulated_npu.worker", "rank", str(folder), str(meeting.port)],
-                env={**base, "RANK": str(rank), **_place_on_host(rank, int(base.get("LOCAL_WORLD_SIZE", world_size)))},
-            )
-            for rank in range(world_size)
-        ]
+        words = ["tests.emulated_npu.worker", "rank", str(folder), str(meeting.port)]
+        running = {}
+        for rank in range(world_size):
+            outputs = folder / f"outputs-{rank}"
+            outputs.mkdir()
+            place = _place_on_host(rank, int(base.get("LOCAL_WORLD_SIZE", world_size)))
+            running[rank] = torch_process.start(words, TESTS.parent, {**base, "RANK": str(rank), **place}, outputs)
+        codes: dict[int, int] = {}
         end = time.monotonic() + 180
-        while any(p.poll() is None for p in processes) and time.monotonic() < end:
+        while running:
             time.sleep(0.05)
-            if any(p.poll() for p in processes):  # the others would wait for the failed rank
+            late = time.monotonic() > end
+            for rank, child in list(running.items()):
+                if late:
+                    os.kill(child, signal.SIGKILL)
+                if (code := torch_process.code(child, wait=late)) is not None:
+                    codes[rank] = code
+                    del running[rank]
+            if any(codes.values()):  # the others would wait for the failed rank
                 end = min(end, time.monotonic() + 5)
-        for process in processes:
-            process.kill()
-            process.wait()
-        errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
-        codes = [process.returncode for process in processes]
-        assert not any(codes), "\n".join([f"exit codes {codes}", *errors])
+        said = [path.read_text() for path in sorted([*folder.glob("*.error"), *folder.glob("outputs-*/err")])]
+        assert not any(codes.values()), "\n".join([f"exit codes {codes}", *said])
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+@functools.lru_cache
+def forks() -> Forks:
+    """One process for all tests, whose forks are ranks, or scripts on a host of npu_environment()."""
+    started = Forks().__enter__()
+    atexit.register(started.__exit__)
+    return started
 
 
 def _rank(folder: Path, port: int) -> None:

@@ -11,7 +11,7 @@ from nanochat.device import Compute
 from nanochat.runtime import fingerprint
 from nanochat.runtime.tracking import read_metrics
 from tests.support.faults import STEPS, base_stage, corpus, digests, stage
-from tests.support.rank_pool import Pool
+from tests.support.ranks import Pool
 from tests.support.small_world import files, make_corpus, stage_folder, up_to
 
 pytestmark = pytest.mark.ranks

@@ -25,7 +25,7 @@ from nanochat.checkpoint_manager.resume import resume_stage
 from nanochat.checkpoint_manager.save import KEEP
 from nanochat.checkpoint_manager.tensors import TensorFile
 from nanochat.device import Compute, barrier
-from tests.support.rank_pool import Pool
+from tests.support.ranks import Pool
 from tests.support.tiny_model import tiny_tokenizer
 from tests.support.tiny_training import (
     CPU,

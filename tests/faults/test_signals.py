@@ -16,7 +16,7 @@ import pytest
 from nanochat.checkpoint_manager import files as step_files
 from nanochat.runtime.tracking import read_metrics
 from tests.support.faults import base_stage, corpus, digests
-from tests.support.rank_pool import Pool
+from tests.support.ranks import Pool
 from tests.support.small_world import run_stage, stage_folder, words
 from tests.support.tiny_model import on_cpu
 

@@ -17,8 +17,8 @@ from nanochat.run import Run
 from nanochat.runtime import parallel
 from nanochat.step import WINDOW, LossScale, Spikes, Update
 from tests.support.faults import corpus, stage
-from tests.support.rank_pool import Pool
 from tests.support.rank_training import batches, make
+from tests.support.ranks import Pool
 from tests.support.small_world import stage_folder
 
 pytestmark = pytest.mark.ranks

@@ -25,12 +25,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 CHIPS = {chip.name: chip for chip in ascend_chips.CHIPS}
 
 
-@pytest.fixture(autouse=True)
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    return tmp_path
-
-
 def said(capsys: pytest.CaptureFixture[str], **flags: object) -> tuple[str, str]:
     command.main(command.Config(**flags))  # type: ignore[arg-type]
     told = capsys.readouterr()
@@ -176,9 +170,9 @@ def test_a_chip_without_a_known_peak_is_planned_by_memory_alone() -> None:
     assert tables.cells(by_memory, chip)[1:4] == ["-", "-", "-"]
 
 
-def test_measured_cards_are_planned_by_what_was_measured(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_cards_are_planned_by_what_was_measured(base_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = said(capsys, chip="910B3", ranks=8)[1]
-    calibration.save(BENCH, base / calibration.NAME)
+    calibration.save(BENCH, base_folder / calibration.NAME)
     after = said(capsys, chip="910B3", ranks=8)[1]
     assert "data sheet" in before and "measured on your cards, card_bench.json" in after and "± 15 %" in after
     assert said(capsys, chip="910B2", ranks=8)[1].count("data sheet") == 1

@@ -30,15 +30,13 @@ SHAPE = QwenConfig(
 
 
 @pytest.fixture(autouse=True)
-def no_forecasts(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forecasts take seconds: the default table must not need one."""
 
     def refuse(tuning: Tuning) -> Memory:
         raise AssertionError(f"{tuning} was forecast")
 
     monkeypatch.setattr(recipes, "announced_forecast", refuse)
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    monkeypatch.setenv("NANOCHAT_LANG", "en")
 
 
 def rows_of(capsys: pytest.CaptureFixture[str], **flags: object) -> list[list[str]]:

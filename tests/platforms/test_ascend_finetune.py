@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.npu]
 
 
 @pytest.fixture(autouse=True)
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def compiled() -> None:
     skip_without_compiler()
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    yield tmp_path / "base"
 
 
 def losses(tag: str) -> list[float]:

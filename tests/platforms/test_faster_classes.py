@@ -341,8 +341,12 @@ def test_attention_on_a_910b_equals_the_plain_one(dtype: torch.dtype) -> None:
     check_attention(Ascend().operations("auto"), dtype, "npu", ERROR[dtype])
 
 
-def check_decoding(operations: Operations, dtype: torch.dtype, device: str, entry: str | None) -> None:
-    """Compare the entry by which a bundle reads a cache with masked(); None: it has only masks."""
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("name", ON_HOST)
+def test_decoding_equals_attention_by_mask(name: str, dtype: torch.dtype) -> None:
+    """A CPU reads the cache with a kernel of its own; of the others, an NPU alone does (test_ascend_kernels.py)."""
+    operations = ON_HOST[name]()
+    operations.serve(nn.Module())  # from here on a CPU uses its kernels
     B, K, window = 2, 40, 16
     q = draw(B, 1, 4, 64, seed=1, dtype=dtype)
     k, v = (draw(B, K, 2, 64, seed=seed, dtype=dtype) for seed in (2, 3))
@@ -358,36 +362,14 @@ def check_decoding(operations: Operations, dtype: torch.dtype, device: str, entr
     ends = [int(position) + 1 for position in positions]
 
     def recent() -> Tensor:
-        return positions - window + torch.arange(window + 1, device=device)
+        return positions - window + torch.arange(window + 1)
 
-    q, k, v, new_k, new_v, old_k, old_v, positions = (
-        x.to(device) for x in (q, k, v, new_k, new_v, old_k, old_v, positions)
-    )
     with torch.inference_mode():
-        results = {
-            "extend": operations.extend(q, new_k, new_v, old_k, old_v, positions, window),
-            "by_lengths": operations.by_lengths(q, k, v, [1, 1], ends, recent, window),
-        }
-        by_mask = operations.masked(q, k, v, visible.to(device))
+        extended = operations.extend(q, new_k, new_v, old_k, old_v, positions, window)
+        by_lengths = operations.by_lengths(q, k, v, [1, 1], ends, recent, window)
+        by_mask = operations.masked(q, k, v, visible)
     check_equal(by_mask, expected, ERROR[dtype], "masked")
-    available = {name: y for name, y in results.items() if y is not None}
-    assert set(available) == ({entry} if entry else set())
-    for name, y in available.items():
-        check_equal(y, expected, ERROR[dtype], name)
-    if entry == "extend":
+    assert by_lengths is None and (extended is not None) == (name == "cpu")
+    if extended is not None:
+        check_equal(extended, expected, ERROR[dtype], "extend")
         assert torch.equal(old_k, k) and torch.equal(old_v, v), "the cache has the new keys"
-
-
-@pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("name", ON_HOST)
-def test_decoding_equals_attention_by_mask(name: str, dtype: torch.dtype) -> None:
-    operations = ON_HOST[name]()
-    operations.serve(nn.Module())  # from here on a CPU uses its kernels
-    check_decoding(operations, dtype, "cpu", "extend" if name == "cpu" else None)
-
-
-@pytest.mark.parametrize("dtype", FORMATS)
-@on_npu()
-def test_decoding_on_a_910b_equals_attention_by_mask(dtype: torch.dtype) -> None:
-    by_lengths = "by_lengths" if dtype == torch.bfloat16 else None  # the operator takes 16 bits
-    check_decoding(Ascend().operations("auto"), dtype, "npu", by_lengths)

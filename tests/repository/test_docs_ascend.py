@@ -106,9 +106,15 @@ def test_the_plan_of_the_run_to_gpt2_is_the_planners(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", TROUBLESHOOTING)
-def test_every_error_that_the_code_explains_has_its_chapter(name: str) -> None:
+def test_every_error_that_the_code_explains_has_its_chapter_and_every_code_its_row(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     patterns = [pattern for pattern, *_ in (*ascend_errors.TROUBLES, *ascend_errors.LOADING)]
     words = {word for pattern in patterns for word in pattern.split("|")} - {"No module named 'torch_npu'"}
     assert {"EI0006", "libascend_hal"} <= words
     assert [word for word in sorted(words) if not re.search(word, text)] == []
+
+    codes = {word for word in words if re.fullmatch(r"E[A-Z]\d{4}|\\b\d{6}\\b", word)}
+    codes |= {"161002", "107001", "507899", "EE9999", "EZ9999", "EH9999", "107xxx"}  # of the families
+    assert len(codes) > 20
+    cells = " ".join(cell for row in rows(text) for cell in row)
+    assert [code for code in sorted(codes) if not re.search(code, cells)] == []

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from nanochat.common import UserError, settings
+from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.runtime import fingerprint
-from tests.support.rank_pool import Pool
-from tests.support.small_world import config, make_corpus, run_stage
+from tests.support.ranks import Pool
 from tests.support.tiny_model import on_cpu
 
 SETTINGS = {"depth": 4, "seed": 42, "tokenizer": "0a1b2c", "parent": "base d4 step 20 0123"}
@@ -76,24 +75,6 @@ def test_every_rank_says_which_rank_differs_in_what(base_folder: Path, tmp_path:
         assert "0.py is more on rank 2, missing on rank 0" in words[6] and "; and 5 more" in words[6]
         assert "rank(s) 2 do not see the base folder of rank 0. Set NANOCHAT_BASE_DIR" in words[7]
     assert not [path for path in base_folder.iterdir() if path.name.startswith(".start")]
-
-
-def begin(compute: Compute, changes: dict[str, Any]) -> str:
-    """A pretraining whose second rank has other flags."""
-    try:
-        run_stage("base", compute, **(changes if compute.rank else {}))
-    except UserError as mistake:
-        return str(mistake)
-    return ""
-
-
-@pytest.mark.ranks
-def test_a_stage_refuses_before_its_first_step(base_folder: Path, pool: Pool) -> None:
-    make_corpus(base_folder)
-    assert settings(config("base"))["seed"] == 42
-    for words in pool.run(2, begin, {"seed": 7}):
-        assert "setting seed is 7 on rank 1, 42 on rank 0" in words
-    assert not (base_folder / "base_checkpoints").exists()
 
 
 def test_every_rank_that_differs_is_named() -> None:

@@ -13,7 +13,7 @@ from nanochat.device import Compute
 from nanochat.runtime import signals
 from nanochat.runtime.tracking import read_metrics
 from tests.support.faults import corpus, stage
-from tests.support.rank_pool import Pool
+from tests.support.ranks import Pool
 from tests.support.small_world import stage_folder
 from tests.support.tiny_model import on_cpu
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.runtime import watch
-from tests.support.rank_pool import Pool
+from tests.support.ranks import Pool
 from tests.support.tiny_model import on_cpu
 
 

@@ -37,13 +37,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    monkeypatch.setenv("NANOCHAT_PEAK_TFLOPS", "1")
-    return tmp_path / "base"
-
-
 def run(files: Path, **changes: Any) -> None:
     flags = {"model": files / "qwen3", "problems": str(files / "numbers.jsonl"), "out_tag": "made", "compile": None,
              "reward": (f"{files}/rewards.py:spaces",), "examples_per_step": 4, "num_samples": 4, "max_new_tokens": 8,
@@ -85,7 +78,7 @@ def test_peft_reads_the_adapter(files: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [4, 0])
-def test_a_run_that_was_stopped_ends_with_the_same_bits(files: Path, base: Path, rank: int) -> None:
+def test_a_run_that_was_stopped_ends_with_the_same_bits(files: Path, base_folder: Path, rank: int) -> None:
     def weights() -> bytes:
         name = "adapter_model.safetensors" if rank else "model.safetensors"
         return (checkpoint_dir("rl", "made") / "step_000004" / name).read_bytes()
@@ -93,7 +86,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(files: Path, base: Path,
     flags = {"lora_rank": rank, "loss": "ppo", "updates_per_rollout": 2, "learning_rate": 1e-3}
     run(files, **flags)
     straight = weights()
-    shutil.rmtree(base)
+    shutil.rmtree(base_folder)
     run(files, **flags, stop_at=2)
     torch.manual_seed(99)
     run(files, **flags)

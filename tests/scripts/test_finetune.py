@@ -26,7 +26,7 @@ from scripts import finetune
 from tasks.mixtures import own_conversations
 from tests.support.flags import configured
 from tests.support.qwens import VOCABULARY, write_folder
-from tests.support.rank_pool import Pool
+from tests.support.ranks import Pool
 from tests.support.small_world import few_own_words
 from tests.support.tiny_model import on_cpu
 
@@ -52,12 +52,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_of_every_parameter_that_was_stopped_ends_with_the_same_bits(models: Path, base: Path) -> None:
+def test_a_run_of_every_parameter_that_was_stopped_ends_with_the_same_bits(models: Path, base_folder: Path) -> None:
     flags = {"family": "qwen3-moe", "lora_rank": 0, "checkpoint_activations": True}
     finetune.train(config(models, **flags), on_cpu())
     file = checkpoint_dir("tune", "made") / "step_000004" / "model.safetensors"
     straight = file.read_bytes()
-    shutil.rmtree(base)
+    shutil.rmtree(base_folder)
     finetune.train(config(models, **flags, stop_at=2), on_cpu())
     torch.manual_seed(99)
     finetune.train(config(models, **flags), on_cpu())
@@ -65,10 +65,8 @@ def test_a_run_of_every_parameter_that_was_stopped_ends_with_the_same_bits(model
 
 
 @pytest.fixture(autouse=True)
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+def short_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     few_own_words(monkeypatch)
-    return tmp_path / "base"
 
 
 def config(models: Path, family: str = "qwen3", **given: Any) -> finetune.Config:
@@ -188,13 +186,13 @@ def test_two_ranks_learn_what_one_learns_however_they_share(
 
 
 @pytest.mark.slow
-def test_a_stopped_run_with_the_models_own_words_ends_with_the_same_bits(models: Path, base: Path) -> None:
+def test_a_stopped_run_with_the_models_own_words_ends_with_the_same_bits(models: Path, base_folder: Path) -> None:
     flags = {"replay_every": 2, "eval_every": 2}
     finetune.train(config(models, **flags), on_cpu())
     file = checkpoint_dir("tune", "made") / "step_000004" / "adapter_model.safetensors"
     straight = file.read_bytes()
     measured = [line.get("general_perplexity") for line in read_metrics(checkpoint_dir("tune", "made"))]
-    shutil.rmtree(base)
+    shutil.rmtree(base_folder)
     finetune.train(config(models, **flags, stop_at=2), on_cpu())
     finetune.train(config(models, **flags), on_cpu())
     assert file.read_bytes() == straight
@@ -204,7 +202,7 @@ def test_a_stopped_run_with_the_models_own_words_ends_with_the_same_bits(models:
 
 @pytest.mark.parametrize("every", ["auto", 4])
 def test_a_run_resumes_with_its_own_words_where_other_processes_have_taken_the_memory(
-    models: Path, base: Path, monkeypatch: pytest.MonkeyPatch, every: Any
+    models: Path, monkeypatch: pytest.MonkeyPatch, every: Any
 ) -> None:
     flags = {"replay_every": every, "eval_every": 0}
     finetune.train(config(models, **flags, stop_at=2), on_cpu())
@@ -364,11 +362,11 @@ def test_any_seed_that_the_flags_allow_seeds_dropout() -> None:
 
 
 @pytest.mark.slow
-def test_a_forecast_tells_memory_disk_and_time_and_trains_nothing(models: Path, base: Path, capsys: Any) -> None:
+def test_a_forecast_tells_memory_disk_and_time_and_trains_nothing(models: Path, base_folder: Path, capsys: Any) -> None:
     finetune.train(config(models, forecast=True), on_cpu())
     said = capsys.readouterr().out
     assert [name for name in ("memory: ", "disk: ", "time: ") if name in said] == ["memory: ", "disk: ", "time: "]
-    assert not list(base.glob("tuned_checkpoints/*"))
+    assert not list(base_folder.glob("tuned_checkpoints/*"))
     checkpoint = float(said.partition("free (")[2].split()[0])  # in kB
     finetune.train(config(models, num_iterations=1), on_cpu())
     (step,) = checkpoint_dir("tune", "made").glob("step_*")

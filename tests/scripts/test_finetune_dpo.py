@@ -15,10 +15,10 @@ from nanochat.train import preferences
 from nanochat.train.tuning_rules import TUNING_RATE_RULE
 from scripts import finetune
 from tests.emulated_npu.worker import run_ranks, skip_without_compiler
-from tests.scripts.test_finetune import base as base  # fixtures: a base folder, and published models
-from tests.scripts.test_finetune import models as models
+from tests.scripts.test_finetune import models as models  # fixtures: published models, and few own words
+from tests.scripts.test_finetune import short_replay as short_replay
 from tests.support.flags import configured
-from tests.support.rank_pool import Pool
+from tests.support.ranks import Pool
 from tests.support.tiny_model import on_cpu
 
 
@@ -50,13 +50,13 @@ def test_preferred_answers_become_likelier_than_the_others(models: Path, family:
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_ends_with_the_same_bits_and_without_a_reference(
-    models: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+    models: Path, base_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = {"lora_rank": 4, "lora_dropout": 0.1}
     finetune.train(config(models, **flags), on_cpu())
     file = checkpoint_dir("tune", "made") / "step_000004" / "adapter_model.safetensors"
     straight = file.read_bytes()
-    shutil.rmtree(base)
+    shutil.rmtree(base_folder)
     finetune.train(config(models, **flags, stop_at=2), on_cpu())
     monkeypatch.delattr(preferences, "row_scores")  # nothing may score answers again
     finetune.train(config(models, **flags), on_cpu())

@@ -19,10 +19,10 @@ from nanochat.models.qwen.model import Qwen
 from nanochat.runtime.tracking import read_metrics
 from nanochat.serve.chosen import ModelFlags, choose, load_adapters
 from scripts import finetune
-from tests.scripts.test_finetune import base as base  # a fixture: the folder of all runs
 from tests.scripts.test_finetune import config, losses
-from tests.scripts.test_finetune import models as models  # a fixture: published models and conversations
-from tests.support.rank_pool import Pool
+from tests.scripts.test_finetune import models as models  # fixtures: published models and conversations, and few words
+from tests.scripts.test_finetune import short_replay as short_replay
+from tests.support.ranks import Pool
 from tests.support.tiny_model import on_cpu
 
 FLAGS: dict[str, Any] = {"base_bits": 4, "learning_rate": 1e-2, "num_iterations": 12}
@@ -35,13 +35,13 @@ def adapter_file(step: int) -> Path:
 
 @pytest.mark.slow
 def test_an_adapter_learns_on_4_bits_and_a_stopped_run_ends_with_the_same_bits(
-    models: Path, base: Path, capsys: pytest.CaptureFixture[str]
+    models: Path, base_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finetune.train(config(models, **FLAGS, eval_every=12), on_cpu())
     assert losses()[-1] < losses()[0] - 0.1
     straight = adapter_file(12).read_bytes()
     figures = [line["general_perplexity"] for line in read_metrics(checkpoint_dir("tune", "made")) if "val_bpb" in line]
-    shutil.rmtree(base)
+    shutil.rmtree(base_folder)
     finetune.train(config(models, **FLAGS, eval_every=12, stop_at=5), on_cpu())
     with pytest.raises(UserError, match="--base_bits: 4 before, 16 now"):
         finetune.train(config(models, **{**FLAGS, "base_bits": 16}, eval_every=12), on_cpu())
@@ -84,7 +84,7 @@ def test_4_bits_below_no_adapter_are_refused(models: Path) -> None:
         config(models, base_bits=4, lora_rank=0)
 
 
-def test_experts_in_4_bits_are_refused(models: Path, base: Path) -> None:
+def test_experts_in_4_bits_are_refused(models: Path) -> None:
     with pytest.raises(UserError, match="cannot hold the experts of qwen3-moe"):
         finetune.train(config(models, "qwen3-moe", base_bits=4), on_cpu())
     with pytest.raises(UserError, match="cannot hold the experts of qwen3-moe"):

@@ -123,18 +123,6 @@ def test_address_that_fills_the_queue_gives_way_to_another():
             assert b" 200 " in client.recv(65536)
 
 
-def test_address_may_have_so_many_requests_at_once():
-    engine = FakeEngine(REPLIES, slots=4, gated=True)
-    with running(engine, settings=replace(SETTINGS, per_address=1)) as url, connect(url, own="127.0.0.2") as first:
-        first.sendall(post(ask("hello")))
-        eventually(lambda: free(url) == 3)
-        with connect(url, own="127.0.0.2") as second, connect(url, own="127.0.0.3") as other:
-            second.sendall(post(ask("hello")))
-            assert b" 429 " in second.recv(65536)
-            other.sendall(post(ask("hello")))
-            eventually(lambda: free(url) == 2)
-
-
 def test_failing_engine_is_told_without_its_words_and_the_next_chat_works(capfd):
     engine = FakeEngine(REPLIES, fail=True)
     with running(engine) as url:

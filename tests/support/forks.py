@@ -34,21 +34,35 @@ class Forks:
 
         Returns its exit code, and what it printed to standard output and to standard error.
         """
-        assert self._process.stdin and self._process.stdout
         with tempfile.TemporaryDirectory() as outputs:
-            (Path(outputs) / "in").write_text(typed)
-            request = {"words": words, "folder": str(folder), "variables": variables, "outputs": outputs}
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-            code = int(self._process.stdout.readline())
+            code = self.code(self.start(words, folder, variables, Path(outputs), typed))
             out, err = ((Path(outputs) / name).read_text() for name in ("out", "err"))
+            assert code is not None
             return code, out, err
+
+    def start(self, words: list[str], folder: Path, variables: dict[str, str], outputs: Path, typed: str = "") -> int:
+        """Like `run`, without waiting: returns the number of the process, which prints to `outputs`/out and /err."""
+        (outputs / "in").write_text(typed)
+        request = {"words": words, "folder": str(folder), "variables": variables, "outputs": str(outputs)}
+        return int(self._ask(request))
+
+    def code(self, child: int, wait: bool = True) -> int | None:
+        """The exit code of a process that was started, once; None while it runs, unless this call is to wait."""
+        answer = self._ask({"child": child, "options": 0 if wait else os.WNOHANG})
+        return int(answer) if answer else None
+
+    def _ask(self, request: dict[str, Any]) -> str:
+        assert self._process.stdin and self._process.stdout
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return self._process.stdout.readline().strip()
 
 
 def run_module(words: list[str], folder: str, variables: dict[str, str], outputs: str) -> int:
     """Become the command, and return its exit code."""
     for name, descriptor in (("out", 1), ("err", 2)):
         os.dup2(os.open(os.path.join(outputs, name), os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
-    sys.stdin = open(os.path.join(outputs, "in"))  # noqa: SIM115  # as long as the process
+    os.dup2(os.open(os.path.join(outputs, "in"), os.O_RDONLY), 0)
+    sys.stdin = open(0)  # noqa: SIM115  # as long as the process
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
@@ -71,10 +85,15 @@ def main() -> None:
     import torch  # noqa: F401
 
     for line in sys.stdin:
+        request = json.loads(line)
+        if "child" in request:
+            ended, status = os.waitpid(request["child"], request["options"])
+            print(os.waitstatus_to_exitcode(status) if ended else "", flush=True)
+            continue
         child = os.fork()
         if child == 0:
-            os._exit(run_module(**json.loads(line)))
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            os._exit(run_module(**request))
+        print(child, flush=True)
 
 
 if __name__ == "__main__":

@@ -39,12 +39,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    return tmp_path / "base"
-
-
 def rows_of(folder: Path, length: int, too_long: Any = "cut", file: str = "pairs.jsonl") -> PairRows:
     tokenizer: Any = FolderTokenizer(folder, VOCABULARY)
     rows, _ = chat_rows("t", own_pairs([str(folder / file)]), tokenizer, length, 1, True, too_long, pairs=True)

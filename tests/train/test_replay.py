@@ -16,16 +16,15 @@ from nanochat.train import replay
 from nanochat.train.chat_rows import chat_rows
 from tasks.mixtures import own_conversations
 from tests.support.qwens import write_folder
+from tests.support.small_world import few_own_words
 from tests.support.tiny_model import on_cpu
 
 LENGTH = 48
 
 
 @pytest.fixture(autouse=True)
-def base_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(replay, "MOST_TOKENS", 1200)
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    return tmp_path
+def short_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_own_words(monkeypatch)
 
 
 def mixed(tmp_path: Path, every: int = 3, seed: int = 1) -> tuple[Any, MixedRows]:

@@ -18,7 +18,7 @@ from nanochat.checkpoint_manager.resume import resume_stage
 from nanochat.checkpoint_manager.save import write_step
 from nanochat.common import UserError
 from nanochat.device import Compute
-from tests.support.rank_pool import Pool
+from tests.support.ranks import Pool
 from tests.support.tiny_model import tiny_tokenizer
 from tests.support.tiny_training import CPU, SETTINGS, WANTED, equal, everything, make, parameters, state, train
 

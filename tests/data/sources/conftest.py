@@ -1,8 +1,7 @@
-"""A base folder, and a server on this machine in place of the hub and of ModelScope."""
+"""A server on this machine in place of the hub and of ModelScope."""
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -10,11 +9,9 @@ from tests.support.file_server import Server
 
 
 @pytest.fixture(autouse=True)
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_ENDPOINT", "HF_TOKEN", "MODELSCOPE_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
-    return tmp_path / "base"
 
 
 @pytest.fixture

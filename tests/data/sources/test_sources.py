@@ -73,10 +73,10 @@ def test_a_source_becomes_a_corpus_with_its_held_out_file_last(server: Server, s
     main(Config(data=source.name, verify=True))
 
 
-def test_shards_that_were_copied_in_are_checked_and_recorded(server: Server, base: Path) -> None:
+def test_shards_that_were_copied_in_are_checked_and_recorded(server: Server, base_folder: Path) -> None:
     source = SOURCES["fineweb"]
     serve(server, source, 2)
-    folder = base / "base_data" / "fineweb"
+    folder = base_folder / "base_data" / "fineweb"
     folder.mkdir(parents=True)
     first, second, _ = (folder / source.shard(number) for number in source.numbers(2))
     body = published(source, 0)

@@ -33,11 +33,6 @@ def test_text_and_tokens_go_back_and_forth(served):
     assert len(start["token_strs"]) == start["count"]
 
 
-def test_chat_is_rendered_as_the_model_reads_it(served):
-    found = served.ok("/tokenize", messages=[{"role": "user", "content": "hi"}])["tokens"]
-    assert found == served.tokenizer.render_prompt(Conversation((user("hi"),)))
-
-
 def test_special_tokens_that_a_prompt_spells_out_are_those_tokens_as_for_vllm(served):
     info = served.client.get("/tokenizer_info").json()
     end, tokenizer = served.tokenizer.special("assistant_end"), served.tokenizer

@@ -16,9 +16,8 @@ from nanochat.runtime.parallel import Sharding, whole_parameters
 from nanochat.step import LossScale
 from nanochat.train.fit import memory, probe
 from nanochat.train.sizes import Batch
-from tests.support.rank_pool import Pool
 from tests.support.rank_training import CONFIG, CPU, batches, make
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Pool, run_ranks
 from tests.support.tiny_model import pretend
 
 BATCH = Batch(tokens_per_step=512, rows_per_step=32, device_batch_size=4, passes=8)
