@@ -15,7 +15,7 @@ MOST_STEP_ROWS = 32  # rows in a step on much data
 # Conversations or pairs in a step; fewer say more about themselves than about the data.
 LEAST_CONVERSATIONS = 4
 # Change this together with tuning_rate(), so that no run resumes under a different rule.
-TUNING_RATE_RULE = "by width and steps, beside own words"
+TUNING_RATE_RULE = "by width and steps, beside own words; narrow adapters lower"
 
 
 def tuning_row_tokens(tokens: int, conversations: int, longest: int, limit: int) -> int:
@@ -83,7 +83,7 @@ def tuning_rate(
     Without `own_words`, an adapter takes a quarter of its rate, and every parameter half.
     """
     if adapter:
-        rate = 2e-3 * (576 / width) ** 1.25
+        rate = 2e-3 * (576 / width) ** (1.25 if width > 576 else 0.75)
     else:
         rate = 1e-4 * (576 / width) ** (1 if width > 576 else 2)
     for_length = (400 / max(steps, 1)) ** 0.5

@@ -51,7 +51,7 @@ def test_few_conversations_are_read_several_times(conversations: int, epochs: fl
     [
         (576, 400, 2e-3, 1e-4),
         (576, 9_000, 1e-3, 5e-5),
-        (192, 100, 7.9e-3, 9e-4),
+        (192, 100, 4.56e-3, 9e-4),
         (4096, 100, 1.72e-4, 1.41e-5),
     ],
 )
