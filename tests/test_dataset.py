@@ -19,8 +19,7 @@ from nanochat.data.sources.folder import quiet
 from nanochat.data.sources.published import SOURCES
 from nanochat.dataset import Config, import_folder, main, make_tinyworld
 from nanochat.prepare.clean import clean
-from tests.data.sources.conftest import base as base  # fixtures: a base folder and a hub
-from tests.data.sources.conftest import server as server
+from tests.data.sources.conftest import server as server  # fixture: a hub
 from tests.support.file_server import Server, status
 
 
@@ -70,8 +69,8 @@ def test_the_only_corpus_is_the_default_and_several_must_be_chosen_from(tmp_path
     assert resolve("second") == second
 
 
-def test_shards_are_split_into_training_and_the_last_one(base):
-    folder = base / "base_data" / "mine"
+def test_shards_are_split_into_training_and_the_last_one(base_folder):
+    folder = base_folder / "base_data" / "mine"
     folder.mkdir(parents=True)
     corpus = Corpus("mine", folder)
     for i in (0, 1, 5):
@@ -220,12 +219,12 @@ def test_no_network_names_the_mirror_and_tinyworld(monkeypatch):
         assert words in str(raised.value)
 
 
-def test_urls_can_be_listed_for_another_machine(capsys, base):
+def test_urls_can_be_listed_for_another_machine(capsys, base_folder):
     main(Config(num_files=1, list_urls=True))
     lines = capsys.readouterr().out.splitlines()
     assert [line.rpartition("/")[2] for line in lines] == ["shard_00000.parquet", "shard_01822.parquet"]
     assert lines[0].startswith("https://huggingface.co/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main/")
-    assert not (base / "base_data").exists()
+    assert not (base_folder / "base_data").exists()
 
 
 # --- command line --------------------------------------------------------------------------------
