@@ -14,8 +14,6 @@ STEP_ROWS = 4  # rows in a step on little data
 MOST_STEP_ROWS = 32  # rows in a step on much data
 # Conversations or pairs in a step; fewer say more about themselves than about the data.
 LEAST_CONVERSATIONS = 4
-# Change this together with tuning_rate(), so that no run resumes under a different rule.
-TUNING_RATE_RULE = "by width and steps, beside own words; narrow adapters lower"
 
 
 def tuning_row_tokens(tokens: int, conversations: int, longest: int, limit: int) -> int:
@@ -73,10 +71,11 @@ def tuning_rate(
 
     At 576 channels and up to 400 steps it is 2e-3 for an adapter and 1e-4 when every parameter is
     trained. Wider models take smaller rates: a step changes the output of a matrix in proportion to
-    its width, and the output of an adapter less so. Longer runs take smaller rates, down to half at
-    1,600 steps, because each step needs to move less. DPO (`preferences`) takes a twentieth: its
-    loss has no floor, and large steps move far away from the reference model. At 4,096 channels the
-    rates are 1.7e-4 and 1.4e-5, as is usual for models of 7 billion parameters.
+    its width, and the output of an adapter less so. Narrower models take larger rates. Longer runs
+    take smaller rates, down to half at 1,600 steps, because each step needs to move less. DPO
+    (`preferences`) takes a twentieth: its loss has no floor, and large steps move far away from the
+    reference model. At 4,096 channels the rates are 1.7e-4 and 1.4e-5, as is usual for models of 7
+    billion parameters.
 
     The rates were fitted at 192 and 576 channels, on 300 conversations beside the model's own words
     (train/replay.py), which allow higher rates than the data alone; dev/LOG.md has the figures.

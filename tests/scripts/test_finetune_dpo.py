@@ -12,7 +12,6 @@ from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.runtime.tracking import read_metrics
 from nanochat.train import preferences
-from nanochat.train.tuning_rules import TUNING_RATE_RULE
 from scripts import finetune
 from tests.emulated_npu.worker import run_ranks, skip_without_compiler
 from tests.scripts.test_finetune import models as models  # fixtures: published models, and few own words
@@ -123,5 +122,5 @@ def test_the_learning_rate_follows_from_what_is_learned() -> None:
     for loss in ("answers", "dpo"):
         for rank in (8, 0):
             cfg = configured(finetune.Config, model=Path("m"), data=("d",), loss=loss, lora_rank=rank)
-            rates.append(cfg.rate(576, 100, TUNING_RATE_RULE))
+            rates.append(cfg.rate(576, 100, own_words=True))
     assert rates == pytest.approx([2e-3, 1e-4, 1e-4, 5e-6])
