@@ -394,7 +394,7 @@ def train(cfg: Config, compute: Compute) -> None:
         compute,
         folder.begun_rows,
     )
-    epochs = cfg.epochs.resolved(rows.conversations)
+    epochs = cfg.epochs.resolved(rows.conversations, model.config.n_embd)
     replay_every = replay.resolve_every(cfg.replay_every, cfg.objective.loss, rows, has_room)
     if replay_every and not cfg.forecast:
         rows = replay.with_own_words(rows, replay_every, base, cfg.run.seed, compute)

@@ -385,21 +385,27 @@ class TuningEpochs:
     """The flags for the length of fine-tuning."""
 
     num_epochs: float | Auto = "auto"
-    """passes over the training data; auto: 8 for up to 300 conversations, fewer for more, 1 from 2,400 on"""
+    """passes over the training data; auto: 8 for up to 300 conversations, fewer for more, 1 from 2,400 on.
+    Models with fewer than 576 channels take up to three times as many"""
     num_iterations: int | None = None
     """number of steps; overrides num_epochs"""
 
-    def resolved(self, conversations: int) -> Epochs:
-        """Return the flags for data of `conversations` conversations or pairs, without "auto"."""
+    def resolved(self, conversations: int, width: int) -> Epochs:
+        """Return the flags without "auto".
+
+        The data has `conversations` conversations or pairs, and the model `width` channels.
+        """
         if self.num_epochs != "auto":
             return Epochs(self.num_epochs, self.num_iterations)
-        epochs = tuning_rules.tuning_epochs(conversations)
+        epochs = tuning_rules.tuning_epochs(conversations, width)
         if self.num_iterations is None:
             log(
                 tr(
-                    "num_epochs: {epochs:.3g} (for {conversations:,} conversations)",
+                    "num_epochs: {epochs:.3g} (for {conversations:,} conversations and "
+                    "{width:,} channels)",
                     epochs=epochs,
                     conversations=conversations,
+                    width=width,
                 )
             )
         return Epochs(epochs, self.num_iterations)

@@ -41,9 +41,21 @@ def test_a_step_leaves_thirty_steps_to_an_epoch_or_has_four_conversations(
     assert tuning_rules.tuning_step_rows(rows, conversations) == step
 
 
-@pytest.mark.parametrize(("conversations", "epochs"), [(5, 8), (300, 8), (600, 4), (1600, 1.5), (9_000, 1)])
-def test_few_conversations_are_read_several_times(conversations: int, epochs: float) -> None:
-    assert tuning_rules.tuning_epochs(conversations) == epochs
+@pytest.mark.parametrize(
+    ("conversations", "width", "epochs"),
+    [
+        (5, 576, 8),
+        (300, 4096, 8),
+        (600, 576, 4),
+        (1600, 576, 1.5),
+        (9_000, 576, 1),
+        (300, 288, 16),
+        (300, 64, 24),
+        (7_200, 64, 1),
+    ],
+)
+def test_few_conversations_are_read_several_times(conversations: int, width: int, epochs: float) -> None:
+    assert tuning_rules.tuning_epochs(conversations, width) == epochs
 
 
 @pytest.mark.parametrize(
