@@ -38,13 +38,18 @@ class Line(NamedTuple):
         return self.remedy[1] if language == "zh" else self.remedy[0]
 
 
-def language_of(environment: Mapping[str, str]) -> str:
-    """Return the language of messages, zh or en, according to NANOCHAT_LANG or the locale."""
+def _wanted_locale(environment: Mapping[str, str]) -> str:
+    """Return NANOCHAT_LANG or the locale of messages, or an empty text if neither is set."""
     for name in LANGUAGE_VARIABLES:
         value = environment.get(name)
         if value:
-            return "zh" if value.lower().startswith("zh") else "en"
-    return "en"
+            return value
+    return ""
+
+
+def language_of(environment: Mapping[str, str]) -> str:
+    """Return the language of messages, zh or en, according to NANOCHAT_LANG or the locale."""
+    return "zh" if _wanted_locale(environment).lower().startswith("zh") else "en"
 
 
 def languages_of(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -52,13 +57,10 @@ def languages_of(environment: Mapping[str, str]) -> tuple[str, ...]:
 
     The locales C and POSIX say no language.
     """
-    for name in LANGUAGE_VARIABLES:
-        value = environment.get(name)
-        if value and (value in ("C", "POSIX") or value.startswith("C.")):
-            return ("en", "zh")
-        if value:
-            return (language_of(environment),)
-    return ("en", "zh")
+    locale = _wanted_locale(environment)
+    if locale in ("", "C", "POSIX") or locale.startswith("C."):
+        return ("en", "zh")
+    return (language_of(environment),)
 
 
 def render(line: Line, language: str, color: bool) -> str:

@@ -205,7 +205,8 @@ def learn(cfg: Config, kind: str, seed: int, compute: Compute) -> Learned:
     """Measure one run, or return what was measured before."""
     tag = tag_of(cfg, kind)
     folder = base_dir() / "learned" / cfg.model.resolve().name / f"seed-{seed}"
-    result = folder / f"{tag}.json"
+    text = cfg.other_text.stem  # in the names of files, so that no figure stands for another text
+    result = folder / f"{tag}-{text}.json"
     if result.exists():
         saved: dict[str, Any] = read_json(result)
         saved["before"] = Measured(**saved["before"])
@@ -213,7 +214,8 @@ def learn(cfg: Config, kind: str, seed: int, compute: Compute) -> Learned:
         return Learned(**saved)
     folder.mkdir(parents=True, exist_ok=True)
     questions = facts.held_out(facts.facts(kind, seed), seed)
-    before_path = folder / f"{kind}-before.json"  # the same for adapters, all parameters and DPO
+    # The same for adapters, all parameters and DPO.
+    before_path = folder / f"{kind}-before-{text}.json"
     if before_path.exists():
         before = Measured(**read_json(before_path))
     else:

@@ -3,10 +3,10 @@
 A slot is one row of the key-value cache: the keys, values and states of one sequence. Requests in
 flight hold slots 0 .. active - 1. Those that decode come first, then those that still prefill, so
 that every pass works on one contiguous slice. A request that ends leaves its tokens in a slot
-behind the requests in flight. If the prompt of another request for the same adapter begins with the same tokens,
-that request either takes over the slot or copies the common part into the slot that has been unused
-for longest, whichever loses fewer tokens. A request with a new prompt also gets the slot that has
-been unused for longest.
+behind the requests in flight. If the prompt of another request for the same adapter begins with the
+same tokens, that request either takes over the slot or copies the common part into the slot that
+has been unused for longest, whichever loses fewer tokens. A request with a new prompt also gets the
+slot that has been unused for longest.
 """
 
 import itertools
@@ -472,7 +472,7 @@ class Slots:
         fed_tokens: int,
         states: list[Tensor],
     ) -> None:
-        """Drop the guesses from a slot that held `cached_before` tokens and was fed `fed_tokens` more.
+        """Drop the guesses from a slot, which held `cached_before` tokens and was fed `fed_tokens`.
 
         Only as many as the request counts stay. If the states cannot be cut, all fed tokens are
         dropped, and those that stay in the reply are fed again.

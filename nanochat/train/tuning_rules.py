@@ -7,8 +7,8 @@ in.
 EPOCH_STEPS = 30  # least steps in an epoch, if the data has enough conversations
 READINGS = 2400  # conversations to read in a run; less data is read more than once
 MOST_EPOCHS = 8.0  # but no more times than this
-NARROW = 576  # channels; narrower models read more
-MOST_REPEATS = 3.0  # but no more than three times as much
+FITTED_WIDTH = 576  # channels of the model that the rules were fitted to
+MOST_REPEATS = 3.0  # how many times as much a narrower model reads, at most
 LONGEST_ROW = 2048  # tokens
 SHORTEST_ROW = 128  # tokens
 ROW_CONVERSATIONS = 4  # that a row holds, if they have the average length
@@ -61,11 +61,11 @@ def tuning_epochs(conversations: int, width: int) -> float:
     """Return how many times a fine-tuning run reads its data, which may be a fraction.
 
     It is the number of times that makes 2,400 readings of conversations (READINGS), but at least 1
-    and at most 8 (MOST_EPOCHS). A model with fewer than 576 channels (NARROW) learns less from a
-    reading: at 288 channels these numbers double, and from 192 channels down they are three times
-    as large (MOST_REPEATS).
+    and at most 8 (MOST_EPOCHS). A model with fewer than 576 channels (FITTED_WIDTH) learns less
+    from a reading: at 288 channels these numbers double, and from 192 channels down they are three
+    times as large (MOST_REPEATS).
     """
-    repeats = min(max(NARROW / width, 1.0), MOST_REPEATS)
+    repeats = min(max(FITTED_WIDTH / width, 1.0), MOST_REPEATS)
     return min(max(READINGS * repeats / conversations, 1.0), MOST_EPOCHS * repeats)
 
 
@@ -86,10 +86,11 @@ def tuning_rate(
     (train/replay.py), which allow higher rates than the data alone; dev/LOG.md has the figures.
     Without `own_words`, an adapter takes a quarter of its rate, and every parameter half.
     """
+    is_wide = width > FITTED_WIDTH
     if adapter:
-        rate = 2e-3 * (576 / width) ** (1.25 if width > 576 else 0.75)
+        rate = 2e-3 * (FITTED_WIDTH / width) ** (1.25 if is_wide else 0.75)
     else:
-        rate = 1e-4 * (576 / width) ** (1 if width > 576 else 2)
+        rate = 1e-4 * (FITTED_WIDTH / width) ** (1 if is_wide else 2)
     for_length = (400 / max(steps, 1)) ** 0.5
     rate *= min(max(for_length, 0.5), 1.0)
     if preferences:
