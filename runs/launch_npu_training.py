@@ -1,7 +1,7 @@
 """Fine-tunes Qwen on some cards of this host by the settings of a TOML file.
 
 python runs/launch_npu_training.py --npus 8
-python runs/launch_npu_training.py --npus 4 --config mine.toml --model ./Qwen3-0.6B --lora_rank=8 --shard=none
+python runs/launch_npu_training.py --npus 4 --config mine.toml --model ./Qwen3-0.6B --lora_rank=8
 """
 
 import os
@@ -26,9 +26,10 @@ SETTINGS = Path(__file__).with_name("npu_train_config.toml")
 
 
 def read_flags(path: Path, given: list[str]) -> list[str]:
-    """The flags of scripts.finetune that a TOML file asks for, without those that the command line gives itself.
+    """Return the flags of scripts.finetune that a TOML file asks for.
 
-    SystemExit with one message if the file cannot be read or holds a table.
+    Those that are also among the words of the command line (`given`) are left out, as the command
+    line wins. SystemExit with one message if the file cannot be read or holds a table.
     """
     try:
         settings = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -50,14 +51,22 @@ def read_flags(path: Path, given: list[str]) -> list[str]:
                 table=tables[0],
             )
         )
-    theirs = {word.partition("=")[0].replace("_", "-") for word in given if word.startswith("--")}
-    theirs |= {f"--{word.removeprefix('--no-')}" for word in theirs if word.startswith("--no-")}
-    return [word for name, value in settings.items() if f"--{name.replace('_', '-')}" not in theirs
-            for word in as_flag(name, value)]  # fmt: skip
+    overridden = {setting_of(word) for word in given if word.startswith("--")}
+    flags: list[str] = []
+    for name, value in settings.items():
+        if setting_of(f"--{name}") not in overridden:
+            flags += words_of(name, value)
+    return flags
 
 
-def as_flag(name: str, value: Any) -> list[str]:
-    """A setting as words of a command line."""
+def setting_of(flag: str) -> str:
+    """Return the setting of a flag in any spelling: `shard` for --shard=none and for --no-shard."""
+    name = flag.removeprefix("--").partition("=")[0].replace("_", "-")
+    return name.removeprefix("no-")
+
+
+def words_of(name: str, value: Any) -> list[str]:
+    """Return the words of a command line that give a setting its value."""
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
     if isinstance(value, list):
@@ -66,7 +75,7 @@ def as_flag(name: str, value: Any) -> list[str]:
 
 
 def main() -> None:
-    """Print the command that the settings make, and become it."""
+    """Print the command that the settings make, and replace this process by it."""
     about = tr(
         "Fine-tunes Qwen on some cards of this host by the settings of a TOML file. Other flags go "
         "to scripts.finetune."
