@@ -40,6 +40,14 @@ class Base:
     seed: int
 
     @property
+    def outputs(self) -> str:
+        """A text that differs if the model computes something else before it is trained.
+
+        config.json may change beside the same weights, and 4 bits compute something else than 16.
+        """
+        return f"{self.identity} {self.about['model']} {self.bits} bits"
+
+    @property
     def equivalent_parameters(self) -> int:
         """The number of trained parameters that would take as much memory as this model."""
         trained = sum(parameter.numel() for _, parameter in parallel.trained(self.model))

@@ -9,6 +9,7 @@ import reprlib
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -234,6 +235,15 @@ class FolderTokenizer:
                 )
             ) from failure
         return source or None
+
+    @cached_property
+    def chat_hash(self) -> str:
+        """A hash of all that decides which tokens a conversation becomes.
+
+        Models often share tokenizer.json, but differ in their chat templates.
+        """
+        facts = (self.hash, self.template_source, sorted(self._names.items()), sorted(self.stops))
+        return sha256(repr(facts).encode()).hexdigest()
 
     @cached_property
     def template(self) -> ChatTemplate | None:

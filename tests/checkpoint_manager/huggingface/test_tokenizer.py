@@ -18,6 +18,7 @@ from nanochat.generate.adjust import allowed_rows
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.generate.schema.grammar import Schemas
+from nanochat.prepare.conversations import conversation_folder, prepare_conversations
 from nanochat.rl import groups
 from nanochat.tokenizer import PATTERNS
 from tests.support.qwens import VOCABULARY, tiny_qwen, write_folder
@@ -341,3 +342,17 @@ def test_usual_normalizers_are_accepted(folder: Path, source: str) -> None:
     for normalizer in (None, usual[0], {"type": "Sequence", "normalizers": usual}):
         write(folder, "tokenizer.json", {**json.loads(source), "normalizer": normalizer})
         assert FolderTokenizer(folder, ROWS).encode("the cat")
+
+
+def test_models_that_share_a_vocabulary_and_not_a_template_get_tokens_of_their_own(folder: Path) -> None:
+    def tokens() -> str:
+        tokenizer: Any = FolderTokenizer(folder, ROWS)
+        place = conversation_folder("tune", tokenizer, "k")
+        return prepare_conversations(place, [chat("cat?", "yes")], tokenizer, "k").key
+
+    before = tokens()
+    (folder / "chat_template.jinja").write_text(THINKING)
+    after = tokens()
+    assert after != before
+    (folder / "chat_template.jinja").unlink()
+    assert tokens() == before
