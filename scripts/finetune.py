@@ -360,6 +360,7 @@ def train(cfg: Config, compute: Compute) -> None:
         corpus=conversations.name,
         content=conversations.key,
         **{ROOM_FACT: "yes" if has_room else "no"},
+        **base.facts,
     )
     log(
         tr(
