@@ -238,10 +238,7 @@ class FolderTokenizer:
 
     @cached_property
     def chat_hash(self) -> str:
-        """A hash of all that decides which tokens a conversation becomes.
-
-        Models often share tokenizer.json, but differ in their chat templates.
-        """
+        """A hash of what makes tokens of a conversation: vocabulary, template, names and ends."""
         facts = (self.hash, self.template_source, sorted(self._names.items()), sorted(self.stops))
         return sha256(repr(facts).encode()).hexdigest()
 
