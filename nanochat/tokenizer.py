@@ -115,6 +115,7 @@ class Tokenizer:
         self.stops = frozenset({self._ids["assistant_end"], self.bos})  # each of them ends a reply
         self.border: int | None = self._ids["user_start"]  # conversations may be cut at it
         self.hash = tokenizer_file.digest(self._content())
+        self.chat_hash = self.hash  # decides which tokens a conversation becomes
         self._encoder = bpe.encoder(ranks, regex)
         self._bytes = dict(enumerate(ranks))
         for role, token in self._ids.items():

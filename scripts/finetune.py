@@ -360,6 +360,7 @@ def train(cfg: Config, compute: Compute) -> None:
         corpus=conversations.name,
         content=conversations.key,
         **{ROOM_FACT: "yes" if has_room else "no"},
+        **base.facts,
     )
     log(
         tr(
@@ -413,9 +414,9 @@ def train(cfg: Config, compute: Compute) -> None:
     optimizers = set_up(model, rates, 1.0, folder.path, cfg.run, compute, fill=base.fill)
     for source in (rows, val_rows):  # before a checkpoint is loaded, the model is its own reference
         if isinstance(source, PairRows):
-            add_references(source, model, base.identity, batch.device_batch_size, compute)
+            add_references(source, model, base.outputs, batch.device_batch_size, compute)
         elif isinstance(source, replay.AnchoredRows):
-            replay.add_references(source, model, base.identity, batch.device_batch_size, compute)
+            replay.add_references(source, model, base.outputs, batch.device_batch_size, compute)
     val_tokens = 20 * batch.tokens_per_step
     validation = Validation(val_rows, val_tokens, model, base.tokenizer, 0, compute)
     plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)

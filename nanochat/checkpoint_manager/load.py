@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -136,8 +137,10 @@ def load_published(
 
     folder = published_folder(folder)
     model = load_qwen(folder, compute, dtype, bits=bits)
+    tokenizer = load_tokenizer(folder, model.config.vocab_size)
     tag = model_name(folder)
-    mark = folder_mark(folder)
+    # config.json, the chat template and an adapter change answers beside the same weights.
+    marks = [folder_mark(folder), repr(model.config), tokenizer.chat_hash]
     if adapter is not None:
         adapter = published_folder(adapter, SETTINGS)
         if bits == 16:
@@ -145,9 +148,9 @@ def load_published(
         else:
             attach_adapter(model, adapter)
         tag = f"{tag} + {_adapter_name(adapter)}"
-        mark = f"{mark} {sha256_of(adapter / ADAPTER)}"
-    tokenizer = load_tokenizer(folder, model.config.vocab_size)
-    meta = {"files": {MODEL: {"sha256": mark}}, "config": {"corpus": None}}
+        marks += [sha256_of(adapter / name) for name in (ADAPTER, SETTINGS)]
+    digest = sha256(" ".join(marks).encode()).hexdigest()
+    meta = {"files": {MODEL: {"sha256": digest}}, "config": {"corpus": None}}
     return Loaded(model.eval(), tokenizer, meta, PUBLISHED, tag, 0)
 
 

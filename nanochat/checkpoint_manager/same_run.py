@@ -77,7 +77,8 @@ class RunSettings:
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
         """Return a list with a phrase for each setting whose value differs from that in `saved`.
 
-        Free and removed flags and FORMER_FACTS are ignored, and old names of flags are translated.
+        Free and removed flags, FORMER_FACTS and facts that `saved` lacks are ignored, and old names
+        of flags are translated.
         """
         removed = {*removed_flags(), *FORMER_FACTS}
         renamed = {
@@ -88,6 +89,8 @@ class RunSettings:
                 renamed[flag] = setting
         changes = []
         for name in sorted({*renamed, *self.values} - self.free):
+            if name not in renamed and name not in self.defaults:
+                continue  # a fact that the version which began the run did not record
             default = self.defaults.get(name)
             value_before = renamed.get(name, default)
             value_now = self.values.get(name, default)

@@ -54,7 +54,7 @@ def conversation_folder(
     The path has a hash of the tokenizer and of `key`, which identifies the conversations, so runs
     that differ in one of these do not overwrite each other's tokens.
     """
-    digest = hashlib.sha256(f"{tokenizer.hash} {key}".encode()).hexdigest()[:12]
+    digest = hashlib.sha256(f"{tokenizer.chat_hash} {key}".encode()).hexdigest()[:12]
     return base_dir() / "chat_data" / f"{name}-{digest}"
 
 
@@ -86,7 +86,7 @@ def prepare_rendered(
     key: str,
 ) -> TokenSet:
     """Return the token files of texts that are tokens already, as prepare_conversations() does."""
-    identity = {"format": FORMAT, "tokenizer": tokenizer.hash, "key": key}
+    identity = {"format": FORMAT, "tokenizer": tokenizer.chat_hash, "key": key}
 
     def is_done() -> bool:
         meta = read_meta(folder)

@@ -34,6 +34,8 @@ class Start:
     # Sets the parameters of a model that load() returns on meta, once it has been sharded.
     fill: Callable[[], None] | None = None
     about: Mapping[str, Any] = field(default_factory=dict)  # for meta.json
+    # What must be the same when a run resumes, beside the weights.
+    facts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_adapter(self) -> bool:
@@ -57,7 +59,7 @@ def _of_base(name: str, identity: str, base: Base, adapter: Adapter | None = Non
     def load() -> tuple[Any, Tokenizer]:
         return base.model, base.tokenizer
 
-    return Start(name, identity, None, load, fill, base.about)
+    return Start(name, identity, None, load, fill, base.about, base.facts)
 
 
 def open_published(

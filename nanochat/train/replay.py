@@ -225,7 +225,7 @@ def with_own_words(rows: Rows, every: int, base: Base, seed: int, compute: Compu
     The model writes them now, unless they are on the disk already. Every rank must call this before
     the weights of the trained model are loaded.
     """
-    key = f"own words {VERSION} {base.identity} {MOST_TOKENS} {seed} {rows.row_tokens}"
+    key = f"own words {VERSION} {base.outputs} {MOST_TOKENS} {seed} {rows.row_tokens}"
     longest = min(LONGEST_TEXT, rows.row_tokens)
     folder = conversation_folder("own-words", base.tokenizer, key)
 

@@ -10,12 +10,13 @@ import torch
 
 from nanochat.checkpoint_manager import files as step_files
 from nanochat.checkpoint_manager.files import read_meta, step_dir
-from nanochat.checkpoint_manager.load import load_model
+from nanochat.checkpoint_manager.load import load_model, load_published
 from nanochat.checkpoint_manager.locate import checkpoint_dir, find, find_parent, trained
 from nanochat.checkpoint_manager.resume import restore
 from nanochat.common import UserError
 from nanochat.tokenizer import Tokenizer
-from tests.support.tiny_model import TEXT, tiny_tokenizer
+from tests.support.qwens import write_folder
+from tests.support.tiny_model import TEXT, on_cpu, tiny_tokenizer
 from tests.support.tiny_training import CPU, VOCAB, flip_a_bit, make, save, train
 
 
@@ -251,3 +252,19 @@ def test_a_model_of_another_shape_is_refused(tmp_path: Path, tokenizer: Tokenize
     save(tmp_path / "run", 1, *make(), tokenizer)
     with pytest.raises(UserError, match=r"the parameters do not fit the model: lm_head.weight"):
         restore(tmp_path / "run", 1, *make(vocab_size=400))
+
+
+def test_a_published_model_is_another_one_with_another_config_or_chat_template(tmp_path: Path) -> None:
+    """Answers that were kept for it are then asked again."""
+    write_folder(tmp_path, "qwen3")
+
+    def weights() -> str:
+        return load_published(tmp_path, None, on_cpu()).weights[:16]
+
+    found = {weights()}
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    found.add(weights())
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "rope_theta": 500.0, "rope_parameters": None}))
+    found.add(weights())
+    assert len(found) == 3

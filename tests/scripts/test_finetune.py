@@ -372,3 +372,12 @@ def test_a_forecast_tells_memory_disk_and_time_and_trains_nothing(models: Path, 
     (step,) = checkpoint_dir("tune", "made").glob("step_*")
     tensors = sum(path.stat().st_size for path in step.rglob("*.safetensors")) / 1000
     assert 0.8 * tensors < checkpoint < 1.3 * tensors
+
+
+def test_a_run_does_not_resume_on_a_base_whose_settings_were_changed(models: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(models / "qwen3", tmp_path / "qwen3")
+    finetune.train(config(models, model=copy, stop_at=1), on_cpu())
+    settings = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 1e-3}))
+    with pytest.raises(UserError, match=r"config\.json and chat template: \w+ before, \w+ now"):
+        finetune.train(config(models, model=copy), on_cpu())

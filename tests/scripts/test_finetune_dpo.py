@@ -1,5 +1,6 @@
 """Direct preference optimisation of published models: it widens margins, resumes, and does not depend on the split."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -124,3 +125,16 @@ def test_the_learning_rate_follows_from_what_is_learned() -> None:
             cfg = configured(finetune.Config, model=Path("m"), data=("d",), loss=loss, lora_rank=rank)
             rates.append(cfg.rate(576, 100, own_words=True))
     assert rates == pytest.approx([2e-3, 1e-4, 1e-4, 5e-6])
+
+
+def test_a_base_in_4_bits_or_with_another_config_is_its_own_reference(models: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(models / "qwen3", tmp_path / "qwen3")
+    settings = json.loads((copy / "config.json").read_text())
+    flags = {"num_iterations": 1, "lora_rank": 2, "model": copy}
+    finetune.train(config(models, **flags), on_cpu())
+    finetune.train(config(models, **flags, base_bits=4, out_tag="packed"), on_cpu())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    (copy / "config.json").write_text(json.dumps({**settings, "rope_scaling": yarn}))
+    finetune.train(config(models, **flags, out_tag="longer"), on_cpu())
+    for tag in ("made", "packed", "longer"):
+        assert lines(tag)[0]["margin"] == pytest.approx(0, abs=1e-4)

@@ -102,11 +102,13 @@ def spans(
     messages: Sequence[Message],
     opening: str,
     stops: Collection[str],
+    own_space: str = "",
 ) -> list[Span]:
     """Return what is trained in a rendered text, from the text with marks.
 
     `opening` is what a template writes before a reply, and `stops` are the special tokens that end
-    one. A message of words alone begins with its words; one with reasoning or calls begins after
+    one. A message of words alone begins with its words, or with `own_space` in front of them, which
+    the model has to write; one with reasoning or calls begins after
     the opening, as far as the template writes it. Raises UserError if the beginning or the end of a
     message cannot be found.
     """
@@ -125,7 +127,9 @@ def spans(
         end = ends.search(text, last[index])
         if end is None:
             raise UserError(tr("no special token ends what the assistant says"))
-        start = _start(text, begin, opening) if messages[index].fields else begin
+        start = len(text[:begin].removesuffix(own_space))
+        if messages[index].fields:
+            start = _start(text, begin, opening)
         spans.append(Span(start, end.end()))
     return spans
 

@@ -4,6 +4,7 @@ The shape and the tokenizer are read immediately, and the weights once the model
 """
 
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,8 @@ from nanochat.tokenizer import Tokenizer
 # A trained parameter takes 16 bytes, as much as eight frozen ones of 2 bytes, or 31 of 4.13 bits.
 FROZEN_PER_TRAINED = 8
 PACKED_PER_TRAINED = 31
+# A fact that no flag names: a hash of the settings and the chat format of the published model.
+BASE_FACT = "config.json and chat template"
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,20 @@ class Base:
     bits: int  # 4: the frozen matrices are in NF4; 16: they are in the compute dtype
     compute: Compute
     seed: int
+
+    @property
+    def outputs(self) -> str:
+        """A text that differs if the model computes something else before it is trained.
+
+        config.json may change beside the same weights, and 4 bits compute something else than 16.
+        """
+        return f"{self.identity} {self.about['model']} {self.bits} bits"
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What must be the same when a run resumes, beside the weights."""
+        content = f"{self.about['model']} {self.tokenizer.chat_hash}"
+        return {BASE_FACT: sha256(content.encode()).hexdigest()[:16]}
 
     @property
     def equivalent_parameters(self) -> int:

@@ -9,6 +9,7 @@ import reprlib
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -236,6 +237,12 @@ class FolderTokenizer:
         return source or None
 
     @cached_property
+    def chat_hash(self) -> str:
+        """A hash of what makes tokens of a conversation: vocabulary, template, names and ends."""
+        facts = (self.hash, self.template_source, sorted(self._names.items()), sorted(self.stops))
+        return sha256(repr(facts).encode()).hexdigest()
+
+    @cached_property
     def template(self) -> ChatTemplate | None:
         """The model's chat template, or None if there is none, in which case ChatML is used."""
         source = self.template_source
@@ -363,8 +370,10 @@ class FolderTokenizer:
 
     def encode_reply(self, text: str) -> list[int]:
         """Return the tokens of words with which the reply to a prompt begins."""
-        if self._pieces is None or not text:
-            return self.encode(text)
+        if not text:
+            return []
+        if self._pieces is None:
+            return self.encode(self._own_space + text)
         space, after_mark = self._before_reply
         return self._pieces.encode_after(space + text, after_mark)
 
@@ -558,6 +567,7 @@ class FolderTokenizer:
                 has_trained_turn = True
             messages.append(_message(message.role, text))
         text = self._after_space.sub(f"\\1{END}", self._text(messages, reply=False))
+        text = text.replace(f"{self._own_space}{BEGIN}", f"{BEGIN}{self._own_space}")
         rendered = self._tokens(self._segments(text))
         if has_trained_turn and not any(rendered.mask):
             raise self._silent_template()
@@ -571,6 +581,15 @@ class FolderTokenizer:
         """
         stops = [re.escape(text) for text, token in self._specials.items() if token in self.stops]
         return re.compile(f"{END}(\\s+)(?={'|'.join(stops) or '(?!)'})")
+
+    @cached_property
+    def _own_space(self) -> str:
+        """White space that the model has to write before its words, since prompts end before it.
+
+        DeepSeek-LLM's template, for example, ends a prompt with "Assistant:" and writes a space
+        before the words. A vocabulary of SentencePiece treats that space in its own way.
+        """
+        return self._before_reply[0] if self._pieces is None else ""
 
     def _silent_template(self) -> UserError:
         return UserError(
@@ -601,7 +620,9 @@ class FolderTokenizer:
                 )
             )
         stops = [text for text, token in self._specials.items() if token in self.stops]
-        spans = answers.spans(marked_text, conversation.messages, self._opening, stops)
+        spans = answers.spans(
+            marked_text, conversation.messages, self._opening, stops, self._own_space
+        )
         if marked != plain and not spans:
             raise self._silent_template()
         segments: list[Segment] = []

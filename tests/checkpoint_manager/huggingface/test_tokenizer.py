@@ -1,6 +1,7 @@
 """Published tokenizers and chat templates, hostile ones included, against Hugging Face's own code."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from nanochat.generate.adjust import allowed_rows
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.generate.schema.grammar import Schemas
+from nanochat.prepare.conversations import conversation_folder, prepare_conversations
 from nanochat.rl import groups
 from nanochat.tokenizer import PATTERNS
 from tests.support.qwens import VOCABULARY, tiny_qwen, write_folder
@@ -341,3 +343,37 @@ def test_usual_normalizers_are_accepted(folder: Path, source: str) -> None:
     for normalizer in (None, usual[0], {"type": "Sequence", "normalizers": usual}):
         write(folder, "tokenizer.json", {**json.loads(source), "normalizer": normalizer})
         assert FolderTokenizer(folder, ROWS).encode("the cat")
+
+
+def test_models_that_share_a_vocabulary_and_not_a_template_get_tokens_of_their_own(folder: Path) -> None:
+    def tokens() -> str:
+        tokenizer: Any = FolderTokenizer(folder, ROWS)
+        place = conversation_folder("tune", tokenizer, "k")
+        return prepare_conversations(place, [chat("cat?", "yes")], tokenizer, "k").key
+
+    before = tokens()
+    (folder / "chat_template.jinja").write_text(THINKING)
+    after = tokens()
+    assert after != before
+    (folder / "chat_template.jinja").unlink()
+    assert tokens() == before
+
+
+@pytest.mark.parametrize("space", ["", " ", "\n"])
+def test_white_space_after_a_prompt_is_trained_and_split_as_in_the_whole_text(folder: Path, space: str) -> None:
+    """DeepSeek-LLM's prompts end with "Assistant:", and its replies begin with a space."""
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}User: {{ m.content }}\n\n{% else %}"
+        "Assistant:" + space + "{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}Assistant:{% endif %}"
+        "{% for name in tools or [] %}{{ name }}{% endfor %}"
+    )
+    tokenizer = FolderTokenizer(folder, ROWS)
+    talk = Conversation((user("cat?"), assistant("the mat"), user("and?"), assistant("the cat")))
+    rendered = tokenizer.render(talk)
+    first = tokenizer.render_prompt(Conversation(talk.messages[:1]))
+    assert rendered.ids[: len(first)] == first and not any(rendered.mask[: len(first)])
+    trained = tokenizer.decode([token for token, one in zip(rendered.ids, rendered.mask, strict=True) if one])
+    assert trained == f"{space}the mat<|im_end|>{space}the cat<|im_end|>"
+    assert tokenizer.render(replace(talk, options={"tools": []})) == rendered
+    assert tokenizer.encode_reply("the mat") == tokenizer.encode(f"{space}the mat")
