@@ -1,7 +1,7 @@
 """Fine-tunes Qwen on some cards of this host by the settings of a TOML file.
 
 python runs/launch_npu_training.py --npus 8
-python runs/launch_npu_training.py --npus 4 --config mine.toml --model ./Qwen3-0.6B --lora_rank=8 --shard=none
+python runs/launch_npu_training.py --npus 4 --config mine.toml --model ./Qwen3-0.6B --shard=none
 """
 
 import os
@@ -25,10 +25,10 @@ from tools_npu.flags import Parser  # noqa: E402
 SETTINGS = Path(__file__).with_name("npu_train_config.toml")
 
 
-def read_flags(path: Path, given: list[str]) -> list[str]:
-    """The flags of scripts.finetune that a TOML file asks for, without those that the command line gives itself.
+def read_flags(path: Path, own_flags: list[str]) -> list[str]:
+    """Return the flags of scripts.finetune that a TOML file sets and `own_flags` do not.
 
-    SystemExit with one message if the file cannot be read or holds a table.
+    Raises SystemExit with one message if the file cannot be read or holds a table.
     """
     try:
         settings = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -41,7 +41,8 @@ def read_flags(path: Path, given: list[str]) -> list[str]:
                 failure=in_words(failure),
             )
         )
-    if tables := [name for name, value in settings.items() if isinstance(value, dict)]:
+    tables = [name for name, value in settings.items() if isinstance(value, dict)]
+    if tables:
         sys.exit(
             tr(
                 "error: {path} holds the table [{table}], and each setting must be a line of its "
@@ -50,14 +51,21 @@ def read_flags(path: Path, given: list[str]) -> list[str]:
                 table=tables[0],
             )
         )
-    theirs = {word.partition("=")[0].replace("_", "-") for word in given if word.startswith("--")}
-    theirs |= {f"--{word.removeprefix('--no-')}" for word in theirs if word.startswith("--no-")}
-    return [word for name, value in settings.items() if f"--{name.replace('_', '-')}" not in theirs
-            for word in as_flag(name, value)]  # fmt: skip
+    own_names = set()
+    for word in own_flags:
+        if word.startswith("--"):
+            name = word.partition("=")[0].removeprefix("--").replace("_", "-")
+            own_names.add(name)
+            own_names.add(name.removeprefix("no-"))
+    flags = []
+    for name, value in settings.items():
+        if name.replace("_", "-") not in own_names:
+            flags += as_flag(name, value)
+    return flags
 
 
 def as_flag(name: str, value: Any) -> list[str]:
-    """A setting as words of a command line."""
+    """Return a setting as words of a command line."""
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
     if isinstance(value, list):
@@ -66,7 +74,7 @@ def as_flag(name: str, value: Any) -> list[str]:
 
 
 def main() -> None:
-    """Print the command that the settings make, and become it."""
+    """Print the command of the training, and replace this process by it."""
     about = tr(
         "Fine-tunes Qwen on some cards of this host by the settings of a TOML file. Other flags go "
         "to scripts.finetune."
@@ -82,26 +90,17 @@ def main() -> None:
         default=SETTINGS,
         help=tr("file of settings; default: {file}", file=SETTINGS.name),
     )
-    asked, given = parser.parse_known_args()
-    if asked.npus < 1:
-        mistake = tr("error: --npus must be at least 1, got {npus}", npus=asked.npus)
+    launch, own_flags = parser.parse_known_args()
+    if launch.npus < 1:
+        mistake = tr("error: --npus must be at least 1, got {npus}", npus=launch.npus)
         parser.exit(2, f"{mistake}\n")
-    flags = read_flags(asked.config, given) + given
-    launcher = (
-        ["-m", "nanochat.runtime.launch", f"--nproc_per_node={asked.npus}"]
-        if asked.npus > 1
-        else []
-    )
-    command = [
-        sys.executable,
-        *launcher,
-        "-m",
-        "scripts.finetune",
-        *(["--"] if launcher else []),
-        *flags,
-    ]
-    print("+", shlex.join(["python", *command[1:]]), flush=True)
-    os.execv(sys.executable, command)
+    flags = [*read_flags(launch.config, own_flags), *own_flags]
+    arguments = ["-m", "scripts.finetune", *flags]
+    if launch.npus > 1:
+        launcher = ["-m", "nanochat.runtime.launch", f"--nproc_per_node={launch.npus}"]
+        arguments = [*launcher, "-m", "scripts.finetune", "--", *flags]
+    print("+", shlex.join(["python", *arguments]), flush=True)
+    os.execv(sys.executable, [sys.executable, *arguments])
 
 
 if __name__ == "__main__":
