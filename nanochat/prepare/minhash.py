@@ -22,7 +22,6 @@ SIMILAR = 0.75  # documents with at least this share of equal bins count as near
 # usually fills most bins.
 ENOUGH = 16 * BINS
 COMPARED = 1 << 14  # documents to compare at a time
-HALF = np.uint64(32)  # bits of half a hash
 
 EMPTY = (1 << 32) - 1  # the value of a bin without a hash
 
@@ -100,7 +99,7 @@ def _borrow(smallest: np.ndarray) -> np.ndarray:  # (documents, BINS) uint64, bo
 def _mixed(values: np.ndarray) -> np.ndarray:  # any shape, uint64, both
     """Return the values with the upper half of each mixed into the lower half, and multiplied."""
     mixing_factor = _factors()[2]
-    upper_halves = values >> HALF
+    upper_halves = values >> np.uint64(32)
     return (values ^ upper_halves) * mixing_factor
 
 
@@ -142,7 +141,7 @@ def _by_bin(hashes: np.ndarray) -> np.ndarray:
     A bin without a hash holds EMPTY.
     """
     smallest = np.full(BINS, EMPTY, np.uint64)
-    upper_halves = hashes >> HALF
+    upper_halves = hashes >> np.uint64(32)
     # The seven bits below the upper half choose one of the 128 bins.
     above_bins = hashes >> np.uint64(25)
     bins = above_bins & np.uint64(BINS - 1)
