@@ -51,7 +51,7 @@ class Cache:
 
         This holds if the states of a slot follow from its length and its last token alone.
         """
-        return len(self.states) == 2
+        return len(self.states) == 2  # the positions and the last tokens
 
     def cut(self, slot: int, tokens: int, last: int) -> None:
         """Shorten a slot to its first `tokens` tokens; `last` is the ID of the last one kept."""
@@ -75,8 +75,8 @@ class Cache:
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` tokens of a slot, and its states, to another slot."""
         keys = tokens + self.extra_keys
-        for entries in (self.k, self.v):
-            entries[:, target, :keys] = entries[:, source, :keys]
+        self.k[:, target, :keys] = self.k[:, source, :keys]
+        self.v[:, target, :keys] = self.v[:, source, :keys]
         for state in self.states:
             state[target] = state[source]
 
@@ -89,10 +89,11 @@ class Cache:
         device = self.positions.device
         source_slots = torch.tensor(sources).to(device, non_blocking=True)
         target_slots = torch.tensor(targets).to(device, non_blocking=True)
+        keys = tokens + self.extra_keys
         for entries in (self.k, self.v):
-            first_entries = entries[:, :, : tokens + self.extra_keys]
-            copies = first_entries.index_select(1, source_slots)
-            first_entries.index_copy_(1, target_slots, copies)
+            used_entries = entries[:, :, :keys]
+            copies = used_entries.index_select(1, source_slots)  # (layers, sources, keys, Hkv, D)
+            used_entries.index_copy_(1, target_slots, copies)
         for state in self.states:
             copies = state.index_select(0, source_slots)
             state.index_copy_(0, target_slots, copies)
@@ -100,17 +101,18 @@ class Cache:
     def take(self, slot: int, tokens: int) -> list[Tensor]:
         """Return copies of the contents of a slot that holds `tokens` tokens, for put()."""
         keys = tokens + self.extra_keys
-        k = self.k[:, slot, :keys].clone()
+        k = self.k[:, slot, :keys].clone()  # (layers, keys, Hkv, D)
         v = self.v[:, slot, :keys].clone()
         states = [state[slot].clone() for state in self.states]
         return [k, v, *states]
 
     def put(self, slot: int, contents: list[Tensor]) -> None:
         """Fill a slot with the copies that take() returned."""
-        k, v, *states = contents
-        self.k[:, slot, : k.size(1)] = k
-        self.v[:, slot, : v.size(1)] = v
-        for state, values in zip(self.states, states, strict=True):
+        k, v, *slot_states = contents
+        keys = k.size(1)
+        self.k[:, slot, :keys] = k
+        self.v[:, slot, :keys] = v
+        for state, values in zip(self.states, slot_states, strict=True):
             state[slot] = values
 
     def copy_states(self, slots: slice) -> list[Tensor]:
@@ -132,8 +134,8 @@ def zeros_on_demand(shape: Sequence[int], device: torch.device, dtype: torch.dty
     is_cpu = torch.empty(0, device=device).is_cpu
     if size == 0 or not is_cpu:
         return torch.zeros(shape, device=device, dtype=dtype)
-    flags = {}
     if hasattr(mmap, "MAP_PRIVATE"):
-        flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
-    pages = mmap.mmap(-1, size, **flags)
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:  # on Windows
+        pages = mmap.mmap(-1, size)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -98,7 +98,8 @@ def open_folder(
     if a flag cannot be used, if the ranks were started with different settings, or if, with
     --resume=auto, the newest checkpoint has different settings.
     """
-    if reason := compute.platform.cannot_train():
+    reason = compute.platform.cannot_train()
+    if reason:
         raise UserError(reason)
     parse_trackers(flags.track, flags.run)  # rejects an invalid list before anything is read
     path = checkpoint_dir(stage, tag)

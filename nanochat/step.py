@@ -297,13 +297,10 @@ class Update:
         means = [value / self.num_targets for value in totals.figures]
         figures = dict(zip(self._figures, means, strict=True))
         if totals.finite:
-            spike = spikes is not None and spikes.is_spike(grad_norm)
-            reason = (
-                tr("more than six sigma above the last {window}", window=WINDOW)
-                if spike
-                else tr("not finite")
-            )
-            return Outcome(loss, grad_norm, spike, reason, figures)
+            if spikes is None or not spikes.is_spike(grad_norm):
+                return Outcome(loss, grad_norm, skipped=False, figures=figures)
+            reason = tr("more than six sigma above the last {window}", window=WINDOW)
+            return Outcome(loss, grad_norm, True, reason, figures)
         reason = tr("not finite")
         if scale.growing:  # a scale that is too large explains it; the next step tries half of it
             reason = tr(

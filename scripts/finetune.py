@@ -24,6 +24,7 @@ from nanochat.checkpoint_manager.resume import begun_settings
 from nanochat.common import UserError, log, tr
 from nanochat.context import Packed
 from nanochat.data.sources.listing import name_of
+from nanochat.dataloader import Source
 from nanochat.device import Compute, seed_all
 from nanochat.meter import listed
 from nanochat.models.lora import LoraConfig
@@ -239,11 +240,11 @@ class Config:
     @property
     def tag(self) -> str:
         """The tag of the resulting model."""
-        first = name_of(self.data[0].rpartition(":")[0] or self.data[0])
         if self.out_tag is not None:
             return self.out_tag
+        first_file = self.data[0].rpartition(":")[0] or self.data[0]
         name = model_name(published_folder(self.model)).rpartition("/")[2]
-        return f"{name}-{first}"
+        return f"{name}-{name_of(first_file)}"
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:
@@ -251,12 +252,13 @@ def dropout_seed(seed: int, step: int, rank: int) -> int:
     return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63
 
 
-def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
+def row_tokens(cfg: Config, mixture: Mix, base: Base) -> int:
     """Return the tokens per row: --max_length or, if that is auto, a length that suits the data."""
     if cfg.max_length != "auto":
         return cfg.max_length
-    lengths = conversation_lengths("tune", conversations, base.tokenizer, conversations.together)
-    total, longest = int(lengths.sum()), int(lengths.max())
+    lengths = conversation_lengths("tune", mixture, base.tokenizer, mixture.together)
+    total = int(lengths.sum())
+    longest = int(lengths.max())
     length = tuning_rules.tuning_row_tokens(
         total, len(lengths), longest, base.model.config.sequence_len
     )
@@ -300,6 +302,17 @@ def figure_names(preference: PreferenceLoss | None, replays: bool) -> tuple[str,
     return preference.figures if preference else ()
 
 
+def compute_references(source: Source, base: Base, batch_rows: int, compute: Compute) -> None:
+    """Compute what the model says before training, for rows whose loss compares with that.
+
+    A forward pass has at most `batch_rows` rows.
+    """
+    if isinstance(source, PairRows):
+        add_references(source, base.model, base.outputs, batch_rows, compute)
+    elif isinstance(source, replay.AnchoredRows):
+        replay.add_references(source, base.model, base.outputs, batch_rows, compute)
+
+
 def forecast_of(cfg: Config, batch: Batch, base: Base, compute: Compute) -> Tuning:
     """Return what the planner needs in order to predict the memory and the time of the run."""
     return Tuning(
@@ -341,14 +354,19 @@ def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune a model, resuming from any checkpoint that --resume selects."""
     begun = begun_settings(checkpoint_dir("tune", cfg.tag), cfg.run.resume, compute)
     preference = cfg.objective.preference
-    max_length = None if cfg.max_length == "auto" else cfg.max_length
     passages = read_passages(cfg.general_text)
-    lora = cfg.adapter.shape
-    base = open_base(cfg.model, max_length, lora, compute, cfg.run.seed, cfg.adapter.base_bits)
+    base = open_base(
+        cfg.model,
+        None if cfg.max_length == "auto" else cfg.max_length,
+        cfg.adapter.shape,
+        compute,
+        cfg.run.seed,
+        cfg.adapter.base_bits,
+    )
     if not begun:
         replay.check_replay(cfg.replay_every, cfg.objective.loss, base, compute)
-    read_own = own_pairs if preference else own_conversations
-    conversations = read_own(cfg.data, cfg.skip_bad_lines)
+    read_mixture = own_pairs if preference else own_conversations
+    mixture = read_mixture(cfg.data, cfg.skip_bad_lines)
     has_room = begun[ROOM_FACT] == "yes" if begun else replay.has_room(base, compute)
     folder = open_folder(
         "tune",
@@ -357,8 +375,8 @@ def train(cfg: Config, compute: Compute) -> None:
         cfg.run,
         compute,
         parent=base.identity,
-        corpus=conversations.name,
-        content=conversations.key,
+        corpus=mixture.name,
+        content=mixture.key,
         **{ROOM_FACT: "yes" if has_room else "no"},
         **base.facts,
     )
@@ -371,19 +389,21 @@ def train(cfg: Config, compute: Compute) -> None:
         )
     )
 
-    length = row_tokens(cfg, conversations, base)
+    # The length of rows, how a step is split, and how long the run is
+    length = row_tokens(cfg, mixture, base)
     base = base.with_rows_of(length)
     model = base.model
+    tokenizer = base.tokenizer
     model.checkpoints = cfg.recomputes
     model.offloads = cfg.offload_activations
     rows, val_rows = chat_rows(
         "tune",
-        conversations,
-        base.tokenizer,
+        mixture,
+        tokenizer,
         length,
         cfg.run.seed,
-        True,
-        cfg.too_long,
+        masked=True,
+        too_long=cfg.too_long,
         pairs=preference is not None,
     )
     batch = sizes.example_batch(
@@ -391,7 +411,7 @@ def train(cfg: Config, compute: Compute) -> None:
         model.config,
         base.equivalent_parameters,
         rows,
-        conversations.name,
+        mixture.name,
         compute,
         folder.begun_rows,
     )
@@ -399,10 +419,9 @@ def train(cfg: Config, compute: Compute) -> None:
     replay_every = replay.resolve_every(cfg.replay_every, cfg.objective.loss, rows, has_room)
     if replay_every and not cfg.forecast:
         rows = replay.with_own_words(rows, replay_every, base, cfg.run.seed, compute)
-    steps = epochs.steps_over(
-        rows, batch.rows_per_step, conversations.name, cfg.batch.smaller_steps
-    )
-    if replay_every and cfg.forecast and epochs.num_iterations is None:  # it writes no words
+    steps = epochs.steps_over(rows, batch.rows_per_step, mixture.name, cfg.batch.smaller_steps)
+    if replay_every and cfg.forecast and epochs.num_iterations is None:
+        # A forecast writes no own words, so it adds the steps that their rows would take.
         steps = steps * replay_every // (replay_every - 1)
     tuning = forecast_of(cfg, batch, base, compute)
     check_fits(tuning, model, compute, always=cfg.forecast)
@@ -410,31 +429,28 @@ def train(cfg: Config, compute: Compute) -> None:
         log_needs(tuning, model, batch, steps, folder.path, cfg.run.keep, compute)
         return
 
+    # The published weights, of which adapters or all parameters are trained with AdamW
     rates = OneRate(cfg.rate(model.config.n_embd, steps, replay_every > 0), cfg.weight_decay)
     optimizers = set_up(model, rates, 1.0, folder.path, cfg.run, compute, fill=base.fill)
-    for source in (rows, val_rows):  # before a checkpoint is loaded, the model is its own reference
-        if isinstance(source, PairRows):
-            add_references(source, model, base.outputs, batch.device_batch_size, compute)
-        elif isinstance(source, replay.AnchoredRows):
-            replay.add_references(source, model, base.outputs, batch.device_batch_size, compute)
+    # Before a checkpoint is loaded, the model is its own reference.
+    for source in (rows, val_rows):
+        compute_references(source, base, batch.device_batch_size, compute)
     val_tokens = 20 * batch.tokens_per_step
-    validation = Validation(val_rows, val_tokens, model, base.tokenizer, 0, compute)
+    validation = Validation(val_rows, val_tokens, model, tokenizer, 0, compute)
     plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)
     names = figure_names(preference, replay_every > 0)
 
     def summed_loss(fast: nn.Module, *tensors: Tensor) -> Tensor:
         return pass_loss(preference, fast, *tensors)[0]
 
-    with Run(
-        folder, plan, model, base.tokenizer, optimizers, cfg.run, compute, about=base.about
-    ) as run:
+    with Run(folder, plan, model, tokenizer, optimizers, cfg.run, compute, about=base.about) as run:
         batch = probe.fit(batch, model, optimizers, length, compute)
         tuning = replace(tuning, rows=batch.device_batch_size)
         step_seconds = expected.of_tuning(tuning, batch.passes, compute)
         fast = run.prepare(rows, batch, summed_loss, step_seconds)
         batches = run.batches(rows, batch)
         before = before_training(folder.path) if run.step else None
-        general = GeneralText(passages, model, base.tokenizer, compute, before)
+        general = GeneralText(passages, model, tokenizer, compute, before)
         for step in run.steps():
             with run.between_steps(cfg.eval_every, ends=cfg.eval_every > 0) as due:
                 if due:
@@ -452,11 +468,12 @@ def train(cfg: Config, compute: Compute) -> None:
                     update.add(loss, figures)
                     (loss * update.factor).backward()
                 outcome = update.step()
+            means = None
             if replay_every:
+                # Means stand on the step's own line, where sums would get a second line.
                 means = replay.mean_losses(outcome.figures)
-                run.finish(replace(outcome, figures={}), lrm, means)
-            else:
-                run.finish(outcome, lrm)
+                outcome = replace(outcome, figures={})
+            run.finish(outcome, lrm, means)
 
 
 if __name__ == "__main__":

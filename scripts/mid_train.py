@@ -97,15 +97,16 @@ def train(cfg: Config, compute: Compute) -> None:
     )
     warn_of_missing(corpus)
 
-    per_step = batch.tokens_per_step
-    scale = cfg.init_lr_frac * schedule.rate_scale(per_step)
-    optimizers = set_up(model, cfg.rates.for_batch(per_step), scale, folder.path, cfg.run, compute)
-    validation = Validation(val_rows, 20 * per_step, model, tokenizer, cfg.stage.samples, compute)
+    rates = cfg.rates.for_batch(batch.tokens_per_step)
+    scale = cfg.init_lr_frac * schedule.rate_scale(batch.tokens_per_step)
+    optimizers = set_up(model, rates, scale, folder.path, cfg.run, compute)
+    val_tokens = 20 * batch.tokens_per_step
+    validation = Validation(val_rows, val_tokens, model, tokenizer, cfg.stage.samples, compute)
     measures = curriculum(corpus).measures(False)
     own_data = cfg.chats.conversations is not None
-    training = task_scores.TrainingRun(corpus, steps, steps * per_step, own_data)
+    training = task_scores.TrainingRun(corpus, steps, steps * batch.tokens_per_step, own_data)
     scores = task_scores.of_chat_model(cfg.core, training, measures, model, tokenizer, compute)
-    plan = Plan(steps, per_step, batch.rows_per_step, rows.key)
+    plan = Plan(steps, batch.tokens_per_step, batch.rows_per_step, rows.key)
 
     with Run(folder, plan, model, tokenizer, optimizers, cfg.run, compute) as run:
         batch = probe.fit(batch, model, optimizers, length, compute)

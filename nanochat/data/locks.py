@@ -49,6 +49,7 @@ def _open_no_link(path: str, flags: int) -> int:
 
 
 def _planted(path: Path, problem: str) -> UserError:
+    """Return the refusal of a file that someone else may have put in place of ours."""
     return UserError(
         tr(
             "{path} {problem}. Delete it, then type the same command again",
@@ -83,6 +84,7 @@ def hold_lock(file: BinaryIO, waiting: Callable[[], None]) -> Iterator[int]:
 
 
 def _flock(file: BinaryIO, waiting: Callable[[], None]) -> None:
+    """Lock a file, calling `waiting` before waiting for another process that holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

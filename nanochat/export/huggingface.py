@@ -179,7 +179,8 @@ def export(loaded: Loaded, folder: Path, dtype: str) -> None:
         tensors = {}
         for name, parameter in loaded.model.named_parameters():
             value = converted(name, parameter, device.DTYPES[dtype])
-            tensors |= {part: matrix.contiguous() for part, matrix in one_by_one(name, value)}
+            for tensor_name, tensor in one_by_one(name, value):
+                tensors[tensor_name] = tensor.contiguous()
         write_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})
 
 

@@ -58,7 +58,9 @@ def scale_levels() -> Tensor:  # (256,) fp32, ascending
     positive = []
     for decade in range(DECADES):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float64)
-        positive.append((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade + 1 - DECADES))
+        centres = (edges[:-1] + edges[1:]) / 2  # (2**decade,)
+        power_of_ten = 10.0 ** (decade + 1 - DECADES)
+        positive.append(centres * power_of_ten)
     half = torch.cat(positive)
     ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
     return torch.cat((half, -half, ends)).sort().values.float()
@@ -69,8 +71,9 @@ def nearest(x: Tensor, levels: Tensor) -> Tensor:  # (...), (L,) on the host -> 
 
     `levels` are ascending, at most 256.
     """
-    borders = ((levels[1:] + levels[:-1]) / 2).to(x.device)
-    return torch.bucketize(x, borders, out_int32=True).to(torch.uint8)
+    midpoints = (levels[1:] + levels[:-1]) / 2
+    indices = torch.bucketize(x, midpoints.to(x.device), out_int32=True)
+    return indices.to(torch.uint8)
 
 
 class Tables(nn.Module):
@@ -94,31 +97,34 @@ class Tables(nn.Module):
         first = levels.repeat_interleave(16)  # the weight in the upper half of each byte
         second = levels.repeat(16)
         weights = torch.stack((first, second), dim=1)  # (256, 2)
-        self.pairs.copy_(weights.view(self.pairs.dtype).flatten())
+        pairs = weights.view(self.pairs.dtype)  # (256, 1): both weights as one integer
+        self.pairs.copy_(pairs.flatten())
         self.scales.copy_(scale_levels())
 
 
 class Nf4(nn.Module):
     """A matrix in 4 bits, which serves as the `multiply` hook of a Linear.
 
-    The number of inputs must be a multiple of 64 (BLOCK).
+    The number of inputs must be a multiple of 64 (BLOCK). A weight is dequantised in two steps:
+        scale = scale level * scale of the scale's block + mean of the scales
+        weight = level * scale
     """
 
-    codes: Tensor
-    scale_codes: Tensor
-    scale_scales: Tensor
-    scale_mean: Tensor
+    codes: Tensor  # (outputs, inputs / 2) uint8: the codes of two weights, the first above
+    scale_codes: Tensor  # (scale blocks, SCALE_BLOCK) uint8
+    scale_scales: Tensor  # (scale blocks, 1) fp32
+    scale_mean: Tensor  # (1,) fp32
 
     def __init__(self, outputs: int, inputs: int, tables: Tables):
         """Prepare a matrix on the current default device; fill() sets its values."""
         super().__init__()
         self.shape = (outputs, inputs)
         self.tables = tables
-        blocks = -(-outputs * inputs // (BLOCK * SCALE_BLOCK))
+        scale_blocks = -(-outputs * inputs // (BLOCK * SCALE_BLOCK))  # rounded up
         buffers = {
             "codes": torch.empty(outputs, inputs // 2, dtype=torch.uint8),
-            "scale_codes": torch.empty(blocks, SCALE_BLOCK, dtype=torch.uint8),
-            "scale_scales": torch.empty(blocks, 1),
+            "scale_codes": torch.empty(scale_blocks, SCALE_BLOCK, dtype=torch.uint8),
+            "scale_scales": torch.empty(scale_blocks, 1),
             "scale_mean": torch.empty(1),
         }
         for name, buffer in buffers.items():
@@ -148,13 +154,19 @@ class Nf4(nn.Module):
         blocks_per_row = inputs // BLOCK
         for first in range(0, outputs, self.rows_at_a_time):
             count = min(self.rows_at_a_time, outputs - first)
-            dense = rows(first, count).to(self.codes.device).float().view(-1, BLOCK)
-            largest = dense.abs().amax(dim=1)
+            dense = rows(first, count).to(self.codes.device).float()
+            blocks = dense.view(-1, BLOCK)  # (count * blocks_per_row, BLOCK)
+            largest = blocks.abs().amax(dim=1)
             begin = first * blocks_per_row
             scales[begin : begin + len(largest)] = largest
-            relative = dense * (1 / largest.clamp_min(TINY))[:, None]
+            # A division would round some quotients to other values than those of bitsandbytes,
+            # which multiplies by the reciprocal.
+            reciprocal = 1 / largest.clamp_min(TINY)
+            relative = blocks * reciprocal[:, None]
             codes = nearest(relative, levels).view(count, inputs)
-            self.codes[first : first + count] = codes[:, ::2] * 16 + codes[:, 1::2]
+            upper = codes[:, ::2]
+            lower = codes[:, 1::2]
+            self.codes[first : first + count] = upper * 16 + lower
         self._fill_scales(scales, outputs * blocks_per_row)
 
     def _fill_scales(self, scales: Tensor, count: int) -> None:
@@ -172,17 +184,21 @@ class Nf4(nn.Module):
         outputs, inputs = self.shape
         blocks = inputs // BLOCK
         flat_codes = self.scale_codes.flatten().int()
-        relative = self.tables.scales.index_select(0, flat_codes).view(self.scale_codes.shape)
-        scales = relative * self.scale_scales + self.scale_mean
-        return scales.flatten()[: outputs * blocks].view(outputs, blocks).to(self.tables.dtype)
+        flat_levels = self.tables.scales.index_select(0, flat_codes)
+        relative = flat_levels.view(self.scale_codes.shape)  # (scale blocks, SCALE_BLOCK)
+        padded = relative * self.scale_scales + self.scale_mean
+        scales = padded.flatten()[: outputs * blocks]
+        return scales.view(outputs, blocks).to(self.tables.dtype)
 
     def dense_rows(self, first: int, scales: Tensor) -> Tensor:  # (rows, inputs)
         """Return the next `rows_at_a_time` rows of the dequantised matrix, from row `first` on."""
         codes = self.codes[first : first + self.rows_at_a_time]
         row_scales = scales[first : first + self.rows_at_a_time]
         pairs = self.tables.pairs.index_select(0, codes.flatten().int())
-        relative = pairs.view(self.tables.dtype).view(*row_scales.shape, BLOCK)
-        return (relative * row_scales[..., None]).view(-1, self.shape[1])
+        levels = pairs.view(self.tables.dtype)  # (rows * inputs,): each integer is two weights
+        blocks = levels.view(*row_scales.shape, BLOCK)  # (rows, inputs / 64, 64)
+        weights = blocks * row_scales[..., None]
+        return weights.view(-1, self.shape[1])
 
     def dequantised(self) -> Tensor:  # (outputs, inputs)
         """Return the whole matrix, in the format that the tables were prepared for."""
@@ -217,8 +233,9 @@ class _Product(torch.autograd.Function):
         total: Tensor | None = None
         for first in range(0, matrix.shape[0], matrix.rows_at_a_time):
             dense = matrix.dense_rows(first, scales).to(grad.dtype)
-            part = grad[..., first : first + matrix.rows_at_a_time] @ dense
-            total = part if total is None else total.add_(part)
+            rows_grad = grad[..., first : first + matrix.rows_at_a_time]
+            product = rows_grad @ dense
+            total = product if total is None else total.add_(product)
         return total, None
 
 

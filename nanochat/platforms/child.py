@@ -128,10 +128,7 @@ def main() -> None:
         try:
             answer = answer or script.begin(setup)
             reply = answer(question)
-        except (
-            Exception,
-            RecursionError,
-        ) as failure:  # a process boundary: report the error to the parent
+        except Exception as failure:  # a process boundary: report the error to the parent
             reply = {"error": f"{type(failure).__name__}: {failure}"[:500]}
         print(json.dumps(reply), flush=True)
 

@@ -147,7 +147,8 @@ class _OffsetKeys(torch.autograd.Function):
 
     @staticmethod
     def moved(k: Tensor, zeros: Tensor, back: bool) -> Tensor:
-        halves = k.unflatten(-1, (2, 2, -1))
+        """Return k with its slow half moved by one token: forward in time or, if `back`, backward."""
+        halves = k.unflatten(-1, (2, 2, -1))  # (B, T, H, 2, 2, D / 4)
         fast, slow = halves.unbind(-2)
         if back:
             slow = torch.cat((slow[:, 1:], zeros), dim=1)

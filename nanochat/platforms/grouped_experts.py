@@ -139,7 +139,7 @@ class Sorted:
 
     token: Tensor  # (M,) the token of each row
     place: Tensor  # (M,) the row of each token's first expert, its second one, ..., token by token
-    shares: Tensor  # (M, 1) of each row in its token's output
+    shares: Tensor  # (M, 1) the weight of each row in its token's output
     counts: Tensor  # (E,) on the host: the rows of each expert
 
 

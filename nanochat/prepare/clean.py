@@ -167,8 +167,8 @@ def _decide(
     is_dropped = np.zeros(sum(counts), bool)
     summary: dict[str, Any] = {"of": sum(counts)}
     if dedup:
-        parts = [Signatures(result["bands"], result["bins"]) for result in results]
-        is_dropped |= near_duplicates(Signatures.joined(parts))
+        by_shard = [Signatures(result["bands"], result["bins"]) for result in results]
+        is_dropped |= near_duplicates(Signatures.joined(by_shard))
         summary["near_duplicates"] = int(is_dropped.sum())
     if set_names:
         hits = []  # (document, set), with the documents of all shards numbered in one sequence
@@ -254,18 +254,18 @@ def screen_shard(
     the shard is damaged.
     """
     check_sha256(path)
-    parts = []
+    batch_signatures = []
     hits: list[tuple[int, int]] = []
     documents_read = 0
     for texts in batches(path):
         if dedup:
-            parts.append(signatures(texts))
+            batch_signatures.append(signatures(texts))
         if passages is not None:
             for document, text in enumerate(texts, documents_read):
                 hits += [(document, set_number) for set_number in passages.sets_in(text)]
         documents_read += len(texts)
         advance(len(texts))
-    all_signatures = Signatures.joined(parts or [signatures([])])
+    all_signatures = Signatures.joined(batch_signatures or [signatures([])])
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(out) as temporary, open(temporary, "wb") as file:
         np.savez(

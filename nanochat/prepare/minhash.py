@@ -58,10 +58,10 @@ class Signatures:
     bins: np.ndarray  # (documents, BINS) uint8: a byte of each bin's smallest hash
 
     @staticmethod
-    def joined(parts: Sequence["Signatures"]) -> "Signatures":
-        """Return one object that holds all signatures of `parts`, in the same order."""
-        bands = np.concatenate([batch.bands for batch in parts])
-        bins = np.concatenate([batch.bins for batch in parts])
+    def joined(batches: Sequence["Signatures"]) -> "Signatures":
+        """Return one object that holds the signatures of all batches, in the same order."""
+        bands = np.concatenate([batch.bands for batch in batches])
+        bins = np.concatenate([batch.bins for batch in batches])
         return Signatures(bands, bins)
 
 
@@ -71,9 +71,11 @@ def signatures(texts: Sequence[str]) -> Signatures:
     for number, text in enumerate(texts):
         smallest[number] = _smallest_hashes(text)
     full_bins = _borrow(smallest)
+    # The hash of a band is the mixed sum of its bins, each times a factor, modulo 2**64.
     bands = full_bins.reshape(len(texts), BANDS, BINS // BANDS)
-    weighted_bins = bands * _factors()[3:]
-    band_hashes = weighted_bins.sum(axis=2, dtype=np.uint64)
+    bin_factors = _factors()[3:]
+    weighted_bins = bands * bin_factors
+    band_hashes = weighted_bins.sum(axis=2, dtype=np.uint64)  # (documents, BANDS)
     return Signatures(_mixed(band_hashes), full_bins.astype(np.uint8))
 
 
@@ -83,17 +85,22 @@ def _borrow(smallest: np.ndarray) -> np.ndarray:  # (documents, BINS) uint64, bo
     The first bin follows the last one.
     """
     is_empty = smallest == EMPTY
+    # An empty bin gets a number above all others, so that the minimum below never picks it.
     bin_numbers = np.where(is_empty, 2 * BINS, np.arange(BINS))
     twice_around = np.concatenate([bin_numbers, bin_numbers + BINS], axis=1)
     # Going backwards from the end, the smallest bin number so far belongs to the next full bin.
     backwards = np.flip(twice_around, axis=1)
-    next_full = np.flip(np.minimum.accumulate(backwards, axis=1), axis=1)
+    smallest_so_far = np.minimum.accumulate(backwards, axis=1)
+    next_full = np.flip(smallest_so_far, axis=1)
     lenders = next_full[:, :BINS] % BINS
     return np.take_along_axis(smallest, lenders, axis=1)
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
-    return (values ^ (values >> np.uint64(32))) * _factors()[2]
+def _mixed(values: np.ndarray) -> np.ndarray:  # any shape, uint64, both
+    """Return the values with the upper half of each mixed into the lower half, and multiplied."""
+    mixing_factor = _factors()[2]
+    upper_halves = values >> np.uint64(32)
+    return (values ^ upper_halves) * mixing_factor
 
 
 def _smallest_hashes(text: str) -> np.ndarray:
@@ -102,10 +109,13 @@ def _smallest_hashes(text: str) -> np.ndarray:
     A bin without a hash holds EMPTY. For a long text, only small hashes are sorted into bins if
     they fill more than half of the bins.
     """
-    letters = text.encode().translate(*_translation()).ljust(WINDOW, b"\0")
+    lower_case, left_out = _translation()
+    letters = text.encode().translate(lower_case, left_out)
+    letters = letters.ljust(WINDOW, b"\0")
     count = len(letters) - WINDOW + 1
     # The eight bytes that begin at each position; two of them make a window of 16 bytes.
     eight_bytes = np.ndarray((count + 8,), "<u8", letters, strides=(1,))
+    # The hash of a window is its two halves, each times a factor, added and mixed modulo 2**64.
     first_factor, second_factor = _factors()[:2]
     first_half = eight_bytes[:count] * first_factor
     second_half = eight_bytes[8:] * second_factor
@@ -114,6 +124,7 @@ def _smallest_hashes(text: str) -> np.ndarray:
     first_bytes = np.frombuffer(letters, np.uint8, count)
     at_character = (first_bytes & 0xC0) != 0x80
     if count > 2 * ENOUGH:
+        # Hashes are spread evenly below 2**64, so that about ENOUGH of them are below the limit.
         limit = np.uint64((ENOUGH << 64) // count)
         is_small = hashes < limit
         smallest = _by_bin(hashes[at_character & is_small])
@@ -131,7 +142,9 @@ def _by_bin(hashes: np.ndarray) -> np.ndarray:
     """
     smallest = np.full(BINS, EMPTY, np.uint64)
     upper_halves = hashes >> np.uint64(32)
-    bins = (hashes >> np.uint64(25)) & np.uint64(BINS - 1)
+    # The seven bits below the upper half choose one of the 128 bins.
+    above_bins = hashes >> np.uint64(25)
+    bins = above_bins & np.uint64(BINS - 1)
     np.minimum.at(smallest, bins.astype(np.intp), upper_halves)
     return smallest
 

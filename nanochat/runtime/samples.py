@@ -27,15 +27,15 @@ class Sample:
 
 def keep_samples(folder: Path, samples: Iterable[Sample]) -> None:
     """Add samples to a stage's file, replacing earlier samples of the same step and source."""
-    new = list(samples)
-    replaced = {(sample.step, sample.source) for sample in new}
-    samples = []
+    new_samples = list(samples)
+    replaced = {(sample.step, sample.source) for sample in new_samples}
+    all_samples = []
     for sample in read_samples(folder):
         if (sample.step, sample.source) not in replaced:
-            samples.append(sample)
-    samples += new
-    samples.sort(key=lambda sample: sample.step)
-    _write(folder, samples)
+            all_samples.append(sample)
+    all_samples += new_samples
+    all_samples.sort(key=lambda sample: sample.step)
+    _write(folder, all_samples)
 
 
 def forget_samples(folder: Path, step: int) -> None:
@@ -105,6 +105,7 @@ def open_to_read(path: Path) -> int:
 
 
 def _parse(line: bytes) -> Sample | None:
+    """Return the sample in a line of the file, or None if the line holds none."""
     try:
         fields: Any = parse_json(line)
     except ValueError:

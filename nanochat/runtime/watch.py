@@ -114,7 +114,7 @@ class Watch:
         If the launcher has ended, ask this rank to save and stop.
         """
         try:
-            self._look()
+            self._watch_ranks()
         except (RuntimeError, ValueError) as failure:  # the store ends with the launcher
             if not self._over.wait(BEAT_SECONDS) and not self._launcher_is_gone():
                 print(
@@ -130,7 +130,7 @@ class Watch:
         if not self._over.is_set() and self._launcher_is_gone():
             self.compute.pulse.ask(tr("the launcher's end"))
 
-    def _look(self) -> None:
+    def _watch_ranks(self) -> None:
         """Write beats, and check the next rank and this one, until close() or the launcher's end.
 
         If the next rank is silent or this rank makes no progress for too long, end all ranks. If
@@ -141,7 +141,7 @@ class Watch:
         heard_at = time.monotonic()  # when the neighbour's last beat was read
         heard_beats = -1
         moved_at = time.monotonic()  # when this rank moved last
-        moments = 0
+        moments = 0  # how often this rank had moved when that was last checked
         while not self._over.wait(min(BEAT_SECONDS, self.seconds / 5)):
             now = time.monotonic()
             if self._launcher_is_gone():
@@ -159,7 +159,7 @@ class Watch:
                 heard_beats = beats
             silence = now - heard_at
             if silence > max(GONE_SECONDS, 2 * BEAT_SECONDS) and not beat.get("over"):
-                self._judge(
+                self._end_all(
                     tr(
                         "rank {rank} is gone in step {step}: nothing was heard of it for "
                         "{silence:.0f} s, last at {place}",
@@ -170,9 +170,9 @@ class Watch:
                     )
                 )
             if moments and now - moved_at > self.seconds:
-                self._judge(hanging(self.last_beats(), now - moved_at))
+                self._end_all(hanging(self.last_beats(), now - moved_at))
 
-    def _judge(self, words: str) -> None:
+    def _end_all(self, words: str) -> None:
         """End this rank and, through the store, all others, with an error message.
 
         If several ranks call this, all show the message of the first.

@@ -301,7 +301,7 @@ class Connection(H11Protocol):
     ):
         super().__init__(config, state, app_state)
         self.conn = Requests()
-        self.all = connections
+        self.registry = connections
         self.address = ""
         self.unfinished = 0  # bytes of an incomplete request
         self.leaving = False
@@ -318,10 +318,10 @@ class Connection(H11Protocol):
         # With a limit of 0, writing is paused exactly as long as something is unsent.
         transport.set_write_buffer_limits(high=0)
         self.address = neighbour(self.client[0] if self.client else "")
-        if self.all.admit(self):
-            self._look()
+        if self.registry.admit(self):
+            self._update_wait()
             return
-        self.all.forget(self)
+        self.registry.forget(self)
         self._gone = True
         text = "too many connections are in use: try again later"
         self.refuse(ApiError(503, "too_many_connections", text, retry_after=2))
@@ -340,7 +340,7 @@ class Connection(H11Protocol):
                 self.transport.pause_reading()
             return
         super().data_received(data)
-        self._look(len(data))
+        self._update_wait(len(data))
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to keep the connection, now that the client sends nothing more.
@@ -373,12 +373,12 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         """Begin to wait for the client, which does not read as fast as the server writes."""
         super().pause_writing()
-        self._look()
+        self._update_wait()
 
     def resume_writing(self) -> None:
         """End the wait for the client, now that the kernel has taken everything written."""
         super().resume_writing()
-        self._look()
+        self._update_wait()
 
     def on_response_complete(self) -> None:
         """Wait for the next request, or close if the client is still sending this one's body."""
@@ -386,7 +386,7 @@ class Connection(H11Protocol):
             self._close_politely()
         else:
             super().on_response_complete()
-        self._look()
+        self._update_wait()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a request that h11 or Requests does not accept; `msg` is not sent."""
@@ -416,7 +416,7 @@ class Connection(H11Protocol):
             return "headers" if self.unfinished else "idle"
         return "body" if self.cycle.more_body else None
 
-    def _look(self, received: int = 0) -> None:
+    def _update_wait(self, received: int = 0) -> None:
         """Update what the server waits for, and the size of an unfinished request.
 
         The deadline is replaced only if the wait has changed. `received` is the number of bytes
@@ -429,19 +429,19 @@ class Connection(H11Protocol):
             complete = self.conn.their_state is not h11.SEND_BODY
             if wait in ("idle", "headers"):
                 complete = False
-            self.all.hold(self, 0 if complete else self.unfinished + received)
+            self.registry.hold(self, 0 if complete else self.unfinished + received)
             wait = self._waits_for()
         if wait == self.wait or self._gone:
             return
         self._end_wait()
         self.wait = wait
         if wait:
-            self._timer = self.loop.call_later(getattr(self.all.caps, wait), self._late)
-            self.all.wait(self, wait)
+            self._timer = self.loop.call_later(getattr(self.registry.caps, wait), self._late)
+            self.registry.wait(self, wait)
 
     def _end_wait(self) -> None:
         """End the current wait, and cancel its deadline."""
-        self.all.waiting.pop(self, None)
+        self.registry.waiting.pop(self, None)
         if self._timer:
             self._timer.cancel()
 
@@ -475,7 +475,7 @@ class Connection(H11Protocol):
         if not self._gone:
             self._gone = True
             self._end_wait()
-            self.all.forget(self)
+            self.registry.forget(self)
 
     def refuse(self, refusal: ApiError) -> None:
         """Send `refusal` instead of the application's answer, unless that has begun, and close.
@@ -510,7 +510,7 @@ class Connection(H11Protocol):
         self._unset_keepalive_if_required()
         self.flow.resume_reading()
         if not self._gone:
-            self.all.hold(self, 0)
+            self.registry.hold(self, 0)
         with contextlib.suppress(OSError):  # the client may have left already
             self.transport.write_eof()
-        self._look()
+        self._update_wait()

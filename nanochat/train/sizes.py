@@ -218,16 +218,17 @@ def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Co
 def check_disk(folder: Path, parameters: int, checkpoint: float, keep: int) -> None:
     """Raise UserError if the disk of a folder cannot hold two checkpoints.
 
-    `checkpoint` is the number of bytes in a checkpoint's tensors. Warn, unless
-    `keep` is 0 (keep all), if the disk cannot hold the `keep` newest and one more. Checkpoints that
-    are already in the folder count as free space.
+    `checkpoint` is the number of bytes in a checkpoint's tensors. Log a warning if the disk cannot
+    hold the `keep` newest checkpoints and one more, unless `keep` is 0, which keeps all. Checkpoints
+    that are already in the folder count as free space.
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     saved = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # another process has renamed it
-            saved += path.stat().st_size if path.is_file() else 0
+            if path.is_file():
+                saved += path.stat().st_size
     # the newest checkpoint is complete before the oldest is deleted
     kept_at_once = keep + 1 if keep else 2
     needed = disk.of_checkpoints(checkpoint, kept_at_once)
@@ -325,14 +326,14 @@ def mixture_table(data: Data, rows: Source, rows_read: int) -> list[dict[str, An
 
 def tell_mixture(table: Sequence[Mapping[str, Any]]) -> None:
     """Log how much a run reads of each corpus in a table that mixture_table() returned."""
-    for part in table:
+    for corpus_figures in table:
         log(
             tr(
                 "  {corpus}: {share} of the rows, {rows_read:,}, {epochs:.2f} epochs",
-                corpus=part["corpus"],
-                share=part["share"],
-                rows_read=part["rows read"],
-                epochs=part["epochs"],
+                corpus=corpus_figures["corpus"],
+                share=corpus_figures["share"],
+                rows_read=corpus_figures["rows read"],
+                epochs=corpus_figures["epochs"],
             )
         )
 

@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nanochat.checkpoint_manager.copies import served_copy
 from nanochat.common import UserError, log, required_appendix, tr, warn
@@ -36,7 +35,7 @@ LONGEST_REPLY = 512  # tokens
 SEED = 1337  # chooses the problems of chat tasks
 
 Measures = Mapping[str, Callable[[], Task]]  # by name; a call reads the data of the task
-Evaluate = Callable[[Model], float | None]  # the figure of a whole model, on every rank
+Evaluate = Callable[[Model], float | None]  # the figure of a model that is not sharded
 Prepare = Callable[[], tuple[int, Evaluate]]  # the cost of a measurement in tokens that are read
 
 
@@ -74,7 +73,7 @@ class TaskScores:
     def measure(self, step: int) -> dict[str, float]:
         """Return the figure by its name, or an empty dict, after a warning, if it has no value.
 
-        A whole copy of the model, which may be sharded, is measured. Raises signals.Stopped on
+        The model may be sharded: a copy that is not sharded is measured. Raises signals.Stopped on
         every rank if the run is asked to stop.
         """
         start = time.perf_counter()
@@ -132,9 +131,9 @@ def of_base_model(
         # Reading them again takes longer than a card needs for a measurement (dev/LOG.md).
         read = functools.cache(core.read_problems)
 
-        def evaluate(whole: Model) -> float | None:
+        def evaluate(served: Model) -> float | None:
             return core.evaluate_core(
-                whole,
+                served,
                 tokenizer,
                 bundle,
                 compute,
@@ -169,7 +168,10 @@ def of_chat_model(
     def prepare() -> tuple[int, Evaluate]:
         chat = required_appendix("nanochat.evals.chat", "--core_every")
         count = max(flags.core_examples // CHAT_SHARE, 1)
-        tasks = [Chosen(make(), count, tokenizer, chat.grade_reply) for make in measures.values()]
+        tasks = [
+            TaskSample(read_task(), count, tokenizer, chat.grade_reply)
+            for read_task in measures.values()
+        ]
         decoding = DECODING if compute.platform.has_own_memory else DECODING_ON_HOST
         cost = 0
         for task in tasks:
@@ -177,13 +179,13 @@ def of_chat_model(
             if task.kind != "choice":
                 cost += len(task) * task.longest_reply * decoding
 
-        def evaluate(whole: Model) -> float | None:
+        def evaluate(served: Model) -> float | None:
             scores = []
             for task in tasks:
                 sampling = Sampling(temperature=0.0, max_tokens=task.longest_reply)
                 score = chat.evaluate(
                     task,
-                    whole,
+                    served,
                     tokenizer,
                     compute,
                     sampling,
@@ -233,7 +235,7 @@ def _prepared(
 
 
 def _on_all_ranks(title: str, prepare: Prepare, compute: Compute) -> tuple[int, Evaluate]:
-    """Return what `prepare` does, or raise UserError on every rank if it raises it on any."""
+    """Return the result of prepare(), or raise UserError on every rank if any rank's call does."""
     failure = None
     prepared = None
     try:
@@ -254,7 +256,7 @@ def _nothing(_: Model) -> None:
 def affordable_every(cost: int, tokens: int, steps: int) -> int:
     """Return the number of steps between measurements that take 1 % (SHARE) of a run's FLOPs.
 
-    `cost` is that of a measurement, in tokens that are read, and the run trains on `tokens` tokens.
+    A measurement takes as long as reading `cost` tokens, and the run trains on `tokens` tokens.
     There are at most 20 (MOST_TIMES) measurements. Returns 0 if a single one costs too much.
     """
     times = affordable_times(cost, tokens)
@@ -266,7 +268,7 @@ def affordable_times(cost: int, tokens: float) -> int:
     return min(math.floor(SHARE * PASSES * tokens / max(cost, 1)), MOST_TIMES)
 
 
-class Chosen:
+class TaskSample:
     """A few problems of a task, drawn with a fixed seed, as a task of their own."""
 
     def __init__(
@@ -307,5 +309,5 @@ class Chosen:
 
     def _answer(self, i: int, tokenizer: Tokenizer) -> list[int]:
         """Return the tokens that the reference answer of problem i adds to its prompt."""
-        ids: Any = tokenizer.encode("".join(part.text for part in self[i].messages[-1].parts))
-        return ids
+        answer = self[i].messages[-1]
+        return tokenizer.encode("".join(part.text for part in answer.parts))

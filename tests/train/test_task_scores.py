@@ -19,7 +19,7 @@ from nanochat.runtime.parallel import Sharding
 from nanochat.runtime.tracking import read_metrics
 from nanochat.train import task_scores
 from nanochat.train.flags import CoreFlags
-from nanochat.train.task_scores import MOST_TIMES, Chosen, TaskScores, affordable_every
+from nanochat.train.task_scores import MOST_TIMES, TaskSample, TaskScores, affordable_every
 from scripts import base_eval
 from tasks.tinyworld import measures
 from tests.evals.test_core import BUNDLE
@@ -170,7 +170,7 @@ def test_with_a_bundle_core_is_measured_by_default_as_often_as_it_is_cheap(base_
 
 def test_the_chosen_problems_are_the_same_every_time_and_not_the_first_ones() -> None:
     task = measures()["tinyworld_en"]()
-    first, again = (Chosen(task, 12, tiny_tokenizer(), grade_reply) for _ in range(2))
+    first, again = (TaskSample(task, 12, tiny_tokenizer(), grade_reply) for _ in range(2))
     questions = [first[i] for i in range(len(first))]
     assert questions == [again[i] for i in range(len(again))]
     assert len(questions) == 12 and questions != [task[i] for i in range(12)]
@@ -178,7 +178,7 @@ def test_the_chosen_problems_are_the_same_every_time_and_not_the_first_ones() ->
 
 
 def test_calls_of_the_calculator_are_graded_by_their_parts() -> None:
-    chosen = Chosen(measures()["calculator"](), 3, tiny_tokenizer(), grade_reply)
+    chosen = TaskSample(measures()["calculator"](), 3, tiny_tokenizer(), grade_reply)
     reference = list(chosen[0].messages[-1].parts)
     assert chosen.grade_parts(0, reference) == 1
     assert chosen.grade_parts(0, [Part("text", "a number")]) == 0

@@ -7,7 +7,9 @@ from nanochat.common import UserError, tr
 
 # Kinds of layers, by the letter in the pattern: attention to the whole context or to a sliding
 # window, and Gated DeltaNets. Attention in lower case has no rotary embeddings.
-FULL, SLIDING, DELTANET = "ASD"
+FULL = "A"
+SLIDING = "S"
+DELTANET = "D"
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # see models/rope.py
 
 

@@ -39,23 +39,27 @@ NEVER = -1e4  # the log of a decay that leaves nothing in fp32; some chips have 
 class _Inverse(torch.autograd.Function):
     """Computes the inverses of I + M, where M is the strict lower triangle of a matrix (..., C, C).
 
-    C is a power of two. The inverses of the diagonal blocks are joined in pairs, from 1 x 1 up to C
-    x C. This is as exact as substitution, with 2 log2 C batched matmuls instead of C steps.
+    C is a power of two. The inverses of the diagonal blocks are joined in pairs, from 1 x 1 up to
+    C x C:
+        [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]
+    This is as exact as substitution, with 2 log2 C batched matmuls instead of C steps.
     """
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor) -> Tensor:
         C = matrix.size(-1)  # entries on and above the diagonal are never read
-        inverses = matrix.new_ones(*matrix.shape[:-2], C, 1, 1)  # (..., C / s, s, s) of the blocks
+        batch_shape = matrix.shape[:-2]
+        inverses = matrix.new_ones(*batch_shape, C, 1, 1)  # (..., C / s, s, s) of the blocks
         s = 1
         while s < C:
             n = C // (2 * s)
-            grid = matrix.unflatten(-1, (n, 2 * s)).unflatten(-3, (n, 2 * s))  # n x n blocks
+            columns = matrix.unflatten(-1, (n, 2 * s))  # (..., C, n, 2s)
+            grid = columns.unflatten(-3, (n, 2 * s))  # (..., n, 2s, n, 2s)
             pairs = grid.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)  # (..., n, 2s, 2s)
             below = pairs[..., s:, :s]  # (..., n, s, s)
             upper = inverses[..., 0::2, :, :]
             lower = inverses[..., 1::2, :, :]
-            joined = matrix.new_zeros(*matrix.shape[:-2], n, 2 * s, 2 * s)
+            joined = matrix.new_zeros(*batch_shape, n, 2 * s, 2 * s)
             joined[..., :s, :s] = upper
             joined[..., s:, s:] = lower
             joined[..., s:, :s] = -(lower @ (below @ upper))
@@ -68,7 +72,9 @@ class _Inverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (inverse,) = ctx.saved_tensors
-        return -(inverse.mT @ grads[0] @ inverse.mT).tril_(-1)
+        (grad,) = grads
+        product = inverse.mT @ grad @ inverse.mT
+        return -product.tril_(-1)  # only the strict lower triangle was read
 
 
 class _Scan(torch.autograd.Function):
@@ -144,13 +150,14 @@ class _Scan(torch.autograd.Function):
 def unit(x: Tensor) -> Tensor:
     """Return x in fp32, scaled to norm 1 along the last dimension."""
     x = x.float()
-    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + EPSILON)
+    squared_norm = (x * x).sum(dim=-1, keepdim=True)
+    return x * torch.rsqrt(squared_norm + EPSILON)
 
 
 def _in_chunks(x: Tensor, chunks: int, size: int) -> Tensor:
     """Return x (B, T, H, ...) as chunks (N, B, H, C, ...), padded with zeros at the end."""
     padding = chunks * size - x.size(1)
-    no_padding = (0, 0) * (x.dim() - 2)  # of the dimensions behind T
+    no_padding = (0, 0) * (x.dim() - 2)  # for the dimensions after T
     padded = F.pad(x, (*no_padding, 0, padding))
     split = padded.unflatten(1, (chunks, size))  # (B, N, C, H, ...)
     return split.movedim(1, 0).transpose(2, 3).contiguous()
@@ -168,8 +175,9 @@ def _visibility(documents: Tensor, chunks: int, size: int) -> tuple[Tensor, Tens
     document = split[:, :, None, None]  # (N, B, 1, 1, C)
     first = document[:1, ..., :1]
     last_of_chunk_before = torch.cat((first, document[:-1, ..., -1:]))
-    is_same = document[..., :, None] == document[..., None, :]
-    return is_same.tril(), document == last_of_chunk_before
+    is_same = document[..., :, None] == document[..., None, :]  # (N, B, 1, 1, C, C)
+    sees_before = document == last_of_chunk_before
+    return is_same.tril(), sees_before
 
 
 def _decays(
@@ -189,8 +197,9 @@ def _decays(
     if documents is not None:
         sees, sees_before = _visibility(documents, chunks, size)
         decay_before = decay_before * sees_before
-    between = since_begin[..., :, None] - since_begin[..., None, :]
-    return between.masked_fill(~sees, NEVER).exp(), decay_before
+    between = since_begin[..., :, None] - since_begin[..., None, :]  # (N, B, H, G, C, C)
+    decay = between.masked_fill(~sees, NEVER).exp()
+    return decay, decay_before
 
 
 def chunked(
@@ -210,39 +219,45 @@ def chunked(
     B, T, H, Dk = k.shape
     Dv = v.size(3)
     G = v.size(2) // H
-    N = -(-T // size)
+    N = -(-T // size)  # rounded up
     dtype = v.dtype
     q = _in_chunks(unit(q) * Dk**-0.5, N, size)  # (N, B, H, C, Dk)
     k = _in_chunks(unit(k), N, size)
     v = _in_chunks(v, N, size).unflatten(2, (H, G))  # (N, B, H, G, C, Dv)
     g = _in_chunks(log_decay.float(), N, size).unflatten(2, (H, G))  # (N, B, H, G, C)
-    b = _in_chunks(strength.float(), N, size).unflatten(2, (H, G))[..., None]  # (N, B, H, G, C, 1)
+    b = _in_chunks(strength.float(), N, size).unflatten(2, (H, G))  # (N, B, H, G, C)
+    b = b.unsqueeze(-1)
 
     decay, decay_before = _decays(g, documents)
+    decay_before = decay_before.unsqueeze(-1)  # (N, B, H, G, C, 1)
 
-    # Each token writes what its value lacks beside what the tokens before it in the chunk write:
-    # a triangular system of equations.
-    system = (k @ k.mT).unsqueeze(3) * decay * b
-    inverse = _Inverse.apply(system).to(dtype)
+    # Each token writes what its value lacks beside what the tokens before it in the chunk write.
+    # This is a triangular system of equations. Let K and V be the keys and the values of a chunk,
+    # D the decays between its tokens, and d their decays since the chunk began. Then it writes
+    #     (I + tril(b D K K^T, -1))^-1 (b V - b d K S)
+    # where b, D and d multiply element by element.
+    similarities = (k @ k.mT).unsqueeze(3)  # (N, B, H, 1, C, C)
+    inverse = _Inverse.apply(similarities * decay * b).to(dtype)
     values = inverse @ (v * b).to(dtype)
-    read_strength = decay_before[..., None] * b
+    read_strength = decay_before * b
     read_keys = inverse @ (k.unsqueeze(3) * read_strength).to(dtype)
 
     # The memory goes from chunk to chunk.
-    decay_to_end = decay[..., -1, :, None]
+    decay_to_end = decay[..., -1, :, None]  # (N, B, H, G, C, 1)
     write_keys = (k.unsqueeze(3) * decay_to_end).to(dtype)
-    chunk_decay = decay_before[..., -1:, None]
+    chunk_decay = decay_before[..., -1:, :]  # (N, B, H, G, 1, 1)
     S = k.new_zeros(B, H, G, Dk, Dv) if memory is None else memory.unflatten(1, (H, G))
     scanned = _Scan.apply(values, read_keys, write_keys, chunk_decay, S)
     memories, writes, S = cast(tuple[Tensor, Tensor, Tensor], scanned)
 
     # Each token reads from the memory before its chunk, and from what its chunk has written.
-    queries = (q.unsqueeze(3) * decay_before[..., None]).to(dtype)
-    products = q.to(dtype) @ k.to(dtype).mT
+    queries = (q.unsqueeze(3) * decay_before).to(dtype)
+    products = q.to(dtype) @ k.to(dtype).mT  # (N, B, H, C, C)
     scores = (products.unsqueeze(3) * decay).to(dtype)
     o = queries @ memories + scores @ writes  # (N, B, H, G, C, Dv)
-    o = o.transpose(0, 1).flatten(2, 3).transpose(2, 3)  # (B, N, C, H * G, Dv)
-    return o.flatten(1, 2)[:, :T], S.flatten(1, 2)
+    by_row = o.transpose(0, 1).flatten(2, 3)  # (B, N, H * G, C, Dv)
+    o = by_row.transpose(2, 3).flatten(1, 2)  # (B, N * C, H * G, Dv)
+    return o[:, :T], S.flatten(1, 2)
 
 
 def step(
@@ -259,8 +274,8 @@ def step(
     q = q.transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H * G, 1, Dk)
     k = unit(k).transpose(1, 2).repeat_interleave(G, dim=1)
     v = v.float().transpose(1, 2)  # (B, H * G, 1, Dv)
-    decay = log_decay.transpose(1, 2)[..., None].exp()
-    b = strength.float().transpose(1, 2)[..., None]
+    decay = log_decay.transpose(1, 2).unsqueeze(-1).exp()  # (B, H * G, 1, 1)
+    b = strength.float().transpose(1, 2).unsqueeze(-1)
     S = memory * decay
     write = (v - k @ S) * b
     S = S + k.mT @ write
@@ -277,7 +292,8 @@ def convolve(
     W = weight.size(2)
     T = x.size(1)
     # contiguous, since strided ones would be multiplied one by one
-    taps = weight[:, 0].to(x.dtype).mT.contiguous().unbind(0)
+    columns = weight[:, 0].to(x.dtype).mT.contiguous()  # (W, C)
+    taps = columns.unbind(0)
     if before is None:
         inputs = F.pad(x, (0, 0, W - 1, 0))
     else:

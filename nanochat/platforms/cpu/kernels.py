@@ -60,7 +60,7 @@ BLOCK = 64  # outputs of a matrix whose weights are stored together, as in produ
 # attend_many() takes head dimensions that are multiples of these
 MANY_CHANNELS = {torch.bfloat16: BLOCK, torch.float32: 32}
 MANY_QUERIES = 9  # queries in a row from which attend_many() is used; fewer are computed one by one
-PANEL = 16  # the same in panels.h
+PANEL = 16  # outputs of a matrix whose weights are stored together, as in panels.h
 PANELS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}  # formats of weights
 USUAL_SECONDS = 10  # what compiling a source takes on an idle host
 SECONDS = 300  # time limit for compiling, which a busy host may need
@@ -225,9 +225,8 @@ class Kernels:
             self._multiply.restype = None
         self._attend_many: dict[torch.dtype, Any] = {}
         for dtype, suffix in SUFFIXES.items():
-            function = getattr(
-                library, f"attend_many_{suffix}", None
-            )  # bf16: also AVX512-BF16 only
+            # The function for bf16 also exists only with AVX512-BF16.
+            function = getattr(library, f"attend_many_{suffix}", None)
             if function is not None:
                 function.argtypes = argument_types(5, 13, 1)
                 function.restype = None

@@ -22,20 +22,21 @@ def write_transcript(path: Path, messages: list[Message]) -> None:
     The file holds the role and the text of every message, and also the thoughts of replies and the
     parts of replies with calculator calls. Raises UserError if the file cannot be written.
     """
-    items = []
+    saved_messages = []
     for message in messages:
         # A flag may hold bytes that are not UTF-8, which Python reads as halves of surrogate pairs.
-        item: dict[str, Any] = {"role": message.role, "content": replace_surrogates(message.text)}
+        content = replace_surrogates(message.text)
+        saved_message: dict[str, Any] = {"role": message.role, "content": content}
         if any(part.kind != "text" for part in message.parts):
-            item["parts"] = [
+            saved_message["parts"] = [
                 {"kind": part.kind, "text": replace_surrogates(part.text)} for part in message.parts
             ]
         thought = message.fields.get("reasoning_content")
         if thought:
-            item["reasoning_content"] = replace_surrogates(thought)
-        items.append(item)
+            saved_message["reasoning_content"] = replace_surrogates(thought)
+        saved_messages.append(saved_message)
     try:
-        write_json(path, {"format": FORMAT, "version": 1, "messages": items})
+        write_json(path, {"format": FORMAT, "version": 1, "messages": saved_messages})
     except (OSError, ValueError) as failure:  # ValueError: the path holds a null byte
         is_refused = isinstance(failure, OSError)
         reason = os_problem(failure) if is_refused else tr("the path holds a null byte")
@@ -56,7 +57,7 @@ def read_transcript(path: Path) -> list[Message]:
     file cannot be read or is not such a chat.
     """
     try:
-        messages = [_read_message(item) for item in read_json(path)["messages"]]
+        messages = [_read_message(saved_message) for saved_message in read_json(path)["messages"]]
     except OSError as failure:
         raise UserError(
             tr(
@@ -87,18 +88,24 @@ def read_transcript(path: Path) -> list[Message]:
     return messages
 
 
-def _read_message(item: dict[str, Any]) -> Message:
-    """Return an item of a saved chat as a Message.
+def _read_message(saved_message: dict[str, Any]) -> Message:
+    """Return a message of a saved chat as a Message.
 
-    Raises ValueError, KeyError, TypeError or AttributeError if the item is malformed, for example
-    if its role or the kind of a part is unknown.
+    Raises ValueError, KeyError, TypeError or AttributeError if the message is malformed, for
+    example if its role or the kind of a part is unknown.
     """
-    saved_parts = item.get("parts") or [{"kind": "text", "text": item["content"]}]
-    parts = tuple(Part(part["kind"], replace_surrogates(part["text"])) for part in saved_parts)
-    if item["role"] not in ("system", "user", "assistant"):
-        raise ValueError(item["role"])
-    if any(part.kind not in ("text", "python", "python_output") for part in parts):
-        raise ValueError(item["role"])
-    thought = item.get("reasoning_content")
+    role = saved_message["role"]
+    if role not in ("system", "user", "assistant"):
+        raise ValueError(role)
+    saved_parts = saved_message.get("parts")
+    if not saved_parts:
+        saved_parts = [{"kind": "text", "text": saved_message["content"]}]
+    parts = []
+    for saved_part in saved_parts:
+        kind = saved_part["kind"]
+        if kind not in ("text", "python", "python_output"):
+            raise ValueError(kind)
+        parts.append(Part(kind, replace_surrogates(saved_part["text"])))
+    thought = saved_message.get("reasoning_content")
     fields = {"reasoning_content": replace_surrogates(thought)} if thought else {}
-    return Message(item["role"], parts, fields=fields)
+    return Message(role, tuple(parts), fields=fields)

@@ -81,23 +81,24 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
 def object_schema(schema: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Follow the references at the top of a function's schema to the schema with its properties.
 
-    Zod writes such references. Returns the JSON pointer of the schema that is found, and the schema.
+    Zod writes such references. Returns the JSON pointer of the schema with the properties, and that
+    schema. A reference that leads to no schema is not followed.
     """
     pointer = ""
-    found = schema
+    referenced = schema
     for _ in range(MOST_REFERENCES):
-        reference = found.get("$ref")
-        if "properties" in found or not isinstance(reference, str) or reference[:2] != "#/":
+        reference = referenced.get("$ref")
+        if "properties" in referenced or not isinstance(reference, str) or reference[:2] != "#/":
             break
         target: Any = schema
-        for part in reference[2:].split("/"):
-            key = unquote(part).replace("~1", "/").replace("~0", "~")
+        for segment in reference[2:].split("/"):
+            key = unquote(segment).replace("~1", "/").replace("~0", "~")
             target = target.get(key) if isinstance(target, Mapping) else None
         if not isinstance(target, Mapping):
             break
         pointer = reference[1:]
-        found = target
-    return pointer, found
+        referenced = target
+    return pointer, referenced
 
 
 def _without_half(escape: re.Match[str]) -> str:

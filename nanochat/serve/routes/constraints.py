@@ -46,8 +46,8 @@ def constrained(
 def _grammar(form: Form, schema: str | None, max_thought: int | None) -> str | None:
     """Return the grammar of a reply, or None if any text will do.
 
-    A reply that must be a call needs no other form. Otherwise a schema is one of the text, in whose
-    place the reply may have calls.
+    If the client forces a call, the reply is calls only. Otherwise `schema` is the schema of the
+    answer's text, and the reply may be calls instead of that text.
     """
     tools = form.tools
     marks = form.marks
@@ -63,18 +63,21 @@ def _grammar(form: Form, schema: str | None, max_thought: int | None) -> str | N
         rules += _call_rules(tools, names, form.calls == "xml")
     if not tools.forced:
         answers.append("text")
-        rules.append(f"text: {TEXT if schema is None else _json(json.loads(schema), COMPACT)}")
+        text = TEXT if schema is None else _json(json.loads(schema), COMPACT)
+        rules.append(f"text: {text}")
     rules = [f"answer: {' | '.join(answers)}", *rules]
     if marks is None or form.closed:
         return "\n".join(["start: answer", *rules])
     budget = "" if max_thought is None else f", max_tokens={max_thought}"
-    rules.append(f'think: {"" if form.opened else _quoted(marks.open)} thought "\\n\\n"')
+    opening = "" if form.opened else _quoted(marks.open)
+    rules.append(f'think: {opening} thought "\\n\\n"')
     if max_thought == 0:
         rules.append(f"thought: {_quoted(marks.close)}")
     else:
         rules.append(f"thought[suffix={_quoted(marks.close)}{budget}]: {TEXT}")
     must_think = form.opened or max_thought is not None
-    return "\n".join([f"start: {'think' if must_think else 'think?'} answer", *rules])
+    think = "think" if must_think else "think?"
+    return "\n".join([f"start: {think} answer", *rules])
 
 
 def _call_rules(tools: Tools, names: Sequence[str], is_xml: bool) -> list[str]:
@@ -88,17 +91,19 @@ def _call_rules(tools: Tools, names: Sequence[str], is_xml: bool) -> list[str]:
             f"arguments: {_json(schema, SPACED)}",
         ]
     functions = [f"function_{number}" for number in range(len(names))]
-    tags = _quoted(f"{OPEN}\n"), _quoted(f"{END}\n{CLOSE}")
-    rules.append(f"call: {tags[0]} ({' | '.join(functions)}) {tags[1]}")
+    opening = _quoted(f"{OPEN}\n")
+    closing = _quoted(f"{END}\n{CLOSE}")
+    rules.append(f"call: {opening} ({' | '.join(functions)}) {closing}")
     for rule, name in zip(functions, names, strict=True):
         rules += _xml_rules(rule, name, tools.parameters[name])
     return rules
 
 
 def _xml_rules(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
-    """Return the rules of a function's arguments, which come in the order of the schema.
+    """Return the rules of a call of one function, with its arguments in the order of the schema.
 
-    Of texts, their values and lengths are held to the schema; other values are held to all of it.
+    A text keeps to the `enum`, `const`, `minLength` and `maxLength` of its schema. Any other value
+    keeps to its whole schema.
     """
     pointer, arguments = object_schema(schema)
     properties = arguments.get("properties", {})
@@ -107,57 +112,60 @@ def _xml_rules(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
         raise invalid(text, "tools")
     required = arguments.get("required")
     required = required if isinstance(required, list) else []
-    whole = standalone({name: schema})[name]
-    address = whole.pop("$id").removesuffix("#")
-    whole = {"$id": address, **_absolute(whole, address)}
-    whole_size = len(json.dumps(whole))
-    left = MOST_BYTES
+    tool_schema = standalone({name: schema})[name]
+    address = tool_schema.pop("$id").removesuffix("#")
+    tool_schema = {"$id": address, **_absolute(tool_schema, address)}
+    tool_schema_size = len(json.dumps(tool_schema))
+    spare_bytes = MOST_BYTES
     symbols = []
     rules = []
-    for number, (key, value) in enumerate(properties.items()):
+    for number, (key, property_schema) in enumerate(properties.items()):
         if not KEY.fullmatch(key):
             text = f"the parameter {key[:80]!r} of {name} cannot be written: rename it"
             raise invalid(text, "tools")
         argument = f"{rule}_{number}"
         symbols.append(argument if key in required else f"{argument}?")
-        value = value if isinstance(value, dict) else {}
-        json_schema = value
-        if "$ref" in json.dumps(value):
-            left -= whole_size
-            if left < 0:
+        if not isinstance(property_schema, dict):
+            property_schema = {}
+        json_schema = property_schema
+        if "$ref" in json.dumps(property_schema):
+            spare_bytes -= tool_schema_size
+            if spare_bytes < 0:
                 text = (
                     f"the parameters of {name} are too large for so many references, each of which "
                     "needs all of them: shorten the schema, or write out what it refers to"
                 )
                 raise invalid(text, "tools")
             reference = f"{address}#{pointer}/properties/{_pointer_key(key)}"
-            json_schema = {"$ref": reference, "$defs": {"tool": whole}}
-        rules += _value_rules(argument, f"{PARAMETER}{key}>\n", value, json_schema)
+            json_schema = {"$ref": reference, "$defs": {"tool": tool_schema}}
+        opening_tag = f"{PARAMETER}{key}>\n"
+        rules += _value_rules(argument, opening_tag, property_schema, json_schema)
     head = _quoted(f"{FUNCTION}{name}>\n")
     return [f"{rule}: {' '.join([head, *symbols])}", *rules]
 
 
-def _absolute(part: Any, address: str, is_map: bool = False) -> Any:
-    """Return a part of a schema with `address` in front of references that begin with #.
+def _absolute(schema: Any, address: str, is_map: bool = False) -> Any:
+    """Return a schema, or a value in it, with `address` in front of references that begin with #.
 
-    llguidance needs them so: it looks for other references in the outermost schema. A map such as
-    `properties` has schemas under names of its own. A schema with an own `$id` is left as it is.
+    llguidance looks for references without an address in the outermost schema. If `is_map` is true,
+    `schema` is a map of schemas by name, such as `properties`. A schema with a `$id` of its own
+    stays as it is.
     """
-    if isinstance(part, list):
-        return [_absolute(item, address) for item in part]
-    if not isinstance(part, dict) or ("$id" in part and not is_map):
-        return part
-    changed: dict[str, Any] = {}
-    for key, value in part.items():
+    if isinstance(schema, list):
+        return [_absolute(item, address) for item in schema]
+    if not isinstance(schema, dict) or ("$id" in schema and not is_map):
+        return schema
+    absolute: dict[str, Any] = {}
+    for key, value in schema.items():
         if is_map:
-            changed[key] = _absolute(value, address)
+            absolute[key] = _absolute(value, address)
         elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            changed[key] = address + value
+            absolute[key] = address + value
         elif key not in VALUES:
-            changed[key] = _absolute(value, address, key in MAPS)
+            absolute[key] = _absolute(value, address, key in MAPS)
         else:
-            changed[key] = value
-    return changed
+            absolute[key] = value
+    return absolute
 
 
 def _pointer_key(key: str) -> str:
@@ -173,7 +181,7 @@ def _value_rules(
 ) -> list[str]:
     """Return the rules of one argument, whose opening tag is `head`.
 
-    `json_schema` means the same as `schema` where it stands alone.
+    `json_schema` means the same as `schema`, but its references also work outside the tool's schema.
     """
     end = "\n</parameter>\n"
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -182,25 +190,29 @@ def _value_rules(
         return [f"{rule}: {_quoted(head)} ({choices}) {_quoted(end)}"]
     types = schema.get("type")
     if types != "string" and not (isinstance(types, list) and "string" in types):
-        value = f"{rule}_value"
+        value_rule = f"{rule}_value"
         return [
-            f"{rule}: {_quoted(head)} {value} {_quoted(end)}",
-            f"{value}: {_json(json_schema, SPACED)}",
+            f"{rule}: {_quoted(head)} {value_rule} {_quoted(end)}",
+            f"{value_rule}: {_json(json_schema, SPACED)}",
         ]
     text = TEXT
-    least, most = schema.get("minLength"), schema.get("maxLength")
-    if _is_length(least) or _is_length(most):
-        text = (
-            rf"/(.|\n){{{least if _is_length(least) else 0},{most if _is_length(most) else ''}}}/"
-        )
+    min_length = _length(schema, "minLength")
+    max_length = _length(schema, "maxLength")
+    if min_length is not None or max_length is not None:
+        limits = f"{min_length or 0},{'' if max_length is None else max_length}"
+        text = rf"/(.|\n){{{limits}}}/"
     return [
         f"{rule}: {_quoted(head)} {rule}_text",
         f"{rule}_text[suffix={_quoted(end)}]: {text}",
     ]
 
 
-def _is_length(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _length(schema: Mapping[str, Any], key: str) -> int | None:
+    """Return a limit of a text's length, or None if the schema has no valid one."""
+    length = schema.get(key)
+    if not isinstance(length, int) or isinstance(length, bool) or length < 0:
+        return None
+    return length
 
 
 def _json(schema: Mapping[str, Any], spacing: Mapping[str, Any]) -> str:

@@ -33,10 +33,7 @@ TEXTS = ("text", "input_text", "output_text")
 # --- reading -------------------------------------------------------------------------------------
 
 
-def read_conversation(
-    items: Any,
-    continued: bool = False,
-) -> Conversation:
+def read_conversation(items: Any, continued: bool = False) -> Conversation:
     """Check a request's list of messages, and return it as a conversation.
 
     Roles may come in any order. The results of calls are put after their calls, in the order of
@@ -96,6 +93,7 @@ def _checked_items(items: Any) -> list[Any]:
 
 
 def _no_messages() -> ApiError:
+    """Return the refusal of a request without messages."""
     text = "messages must hold at least one user message, got none"
     return ApiError(400, "empty_prompt", text, "messages")
 
@@ -205,7 +203,7 @@ def _assistant_parts(item: dict[str, Any], name: str) -> tuple[Part, ...]:
     """Return the parts of an assistant message: its `parts`, or else its text."""
     content = item.get("content")
     if item.get("parts") is not None:
-        return _parts(item["parts"], f"{name}.parts")
+        return _reply_parts(item["parts"], f"{name}.parts")
     if content is None:
         return (Part("text", ""),)
     return (Part("text", text_of(content, f"{name}.content")),)
@@ -217,32 +215,32 @@ def text_of(content: Any, name: str) -> str:
     Raises ApiError (400) for anything else.
     """
     if isinstance(content, list):
-        for i, part in enumerate(content):
-            if not _is_text(part):
-                raise _refused_part(part, f"{name}[{i}]")
-        return "".join(part["text"] for part in content)
+        for i, content_part in enumerate(content):
+            if not _is_text(content_part):
+                raise _refused_part(content_part, f"{name}[{i}]")
+        return "".join(content_part["text"] for content_part in content)
     if not isinstance(content, str):
         raise invalid(f"{name} must be a string or a list of text parts, got {kind(content)}", name)
     return content
 
 
-def _refused_part(part: Any, name: str) -> ApiError:
+def _refused_part(content_part: Any, name: str) -> ApiError:
     """Return the refusal of a part that is not text, such as an image."""
-    part_type = part.get("type") if isinstance(part, dict) else None
+    part_type = content_part.get("type") if isinstance(content_part, dict) else None
     if isinstance(part_type, str) and part_type not in TEXTS:
         text = f"{name} is of type {part_type[:80]!r}, and the model reads only text: leave it out"
         return ApiError(400, "unsupported_content", text, name)
     return invalid(f"{name} must be a text part, {{type: text, text}}", name)
 
 
-def _is_text(part: Any) -> bool:
+def _is_text(content_part: Any) -> bool:
     """Return whether a part of a message is a valid text part."""
-    if not isinstance(part, dict):
+    if not isinstance(content_part, dict):
         return False
-    return part.get("type") in TEXTS and isinstance(part.get("text"), str)
+    return content_part.get("type") in TEXTS and isinstance(content_part.get("text"), str)
 
 
-def _parts(items: Any, name: str) -> tuple[Part, ...]:
+def _reply_parts(items: Any, name: str) -> tuple[Part, ...]:
     """Return the parts of a reply that a client sends back in the format of Reply.parts.
 
     Raises ApiError (400) if a part has any other format.

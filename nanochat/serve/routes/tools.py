@@ -231,12 +231,12 @@ def _function(item: dict[str, Any], name: str) -> dict[str, Any]:
 def read_calls(calls: Any, name: str) -> list[dict[str, Any]]:
     """Return the tool calls of an assistant message, with the arguments decoded.
 
-    No arguments at all are an empty object. Arguments that are no JSON object stay a text. Raises
-    ApiError (400) if `calls` is not a list of calls whose names and arguments are texts.
+    Blank arguments become an empty object, and arguments that are not a JSON object stay a text.
+    Raises ApiError (400) if `calls` is not a list of calls whose names and arguments are texts.
     """
     if not isinstance(calls, list):
         raise invalid(f"{name} must be a list of calls, got {kind(calls)}", name)
-    read_calls = []
+    checked_calls = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         fields = function if isinstance(function, dict) else {}
@@ -247,8 +247,8 @@ def read_calls(calls: Any, name: str) -> list[dict[str, Any]]:
             raise invalid(f"{name}[{i}] must be a call: {form}", f"{name}[{i}]")
         values = decoded(arguments if arguments.strip() else "{}")
         function = {"name": function_name, "arguments": arguments if values is None else values}
-        read_call: dict[str, Any] = {"type": "function", "function": function}
+        checked_call: dict[str, Any] = {"type": "function", "function": function}
         if isinstance(call.get("id"), str):
-            read_call["id"] = call["id"]
-        read_calls.append(read_call)
-    return read_calls
+            checked_call["id"] = call["id"]
+        checked_calls.append(checked_call)
+    return checked_calls

@@ -50,8 +50,10 @@ class Runs:
         With a `starter`, the list also tells which runs the page has started, so that only those
         may read it whom check_sender() lets in. `has_key` says whether the server asks for a key.
         """
-        self.base, self.chat = base, chat
-        self.starter, self.has_key = starter, has_key
+        self.base = base
+        self.chat = chat
+        self.starter = starter
+        self.has_key = has_key
         self._turns = Turns(MOST_WAITING)
         self._thread = ThreadPoolExecutor(1, "runs")
         self._describer = Describer()

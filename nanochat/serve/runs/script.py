@@ -3,7 +3,7 @@
 python -m nanochat.serve.runs.script scripts.finetune                   # its flags, as JSON
 python -m nanochat.serve.runs.script scripts.finetune --check FLAGS...  # the tag of such a run
 
-The server starts this program, so that it needs not import the scripts itself.
+The server starts this program, so that it does not have to import the scripts itself.
 """
 
 import dataclasses
@@ -28,7 +28,11 @@ from nanochat.common import (
 )
 
 CHECK = "--check"
-SWITCH, CHOICE, LIST, TEXT = "switch", "choice", "list", "text"  # the kinds of fields of a form
+# The kinds of fields of a form.
+SWITCH = "switch"
+CHOICE = "choice"
+LIST = "list"
+TEXT = "text"
 
 
 def kind_of(annotation: Any) -> tuple[str, list[str]]:
@@ -102,6 +106,7 @@ def all_docstrings(config: type[Any]) -> dict[str, str]:
 
 
 def _groups(config: type[Any]) -> Iterator[type[Any]]:
+    """Yield the classes of the groups of flags in a configuration."""
     for hint in typing.get_type_hints(config).values():
         if dataclasses.is_dataclass(hint):
             yield typing.cast("type[Any]", hint)

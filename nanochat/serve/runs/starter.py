@@ -67,12 +67,12 @@ class Starter:
             raise ApiError(409, "devices_taken", text)
         with contextlib.suppress(OSError):  # it has no metrics yet
             if being_written(run.metrics):
-                raise _is_running(run)
+                raise _already_running(run)
         try:
             environment = self.environment(start.language)
             process = record.start(run.folder, start.argv, environment)
         except BlockingIOError:
-            raise _is_running(run) from None
+            raise _already_running(run) from None
         except (OSError, UserError) as failure:
             text = f"the run could not be started: {failure}"
             raise ApiError(409, "not_started", text) from failure
@@ -108,11 +108,16 @@ class Starter:
         record.write(run.folder, dataclasses.replace(started, stopping=True))
 
     def listed(self) -> dict[str, dict[str, Any]]:
-        """Return a dict for each run that the page has started, by its key, the newest first."""
+        """Return a dict for each run that the page has started, by its key.
+
+        Runs that are still running come first, and newer runs before older ones.
+        """
         self._collect()
-        items = [(started, run) for run in self.runs() if (started := record.read(run.folder))]
-        items.sort(key=lambda item: (not item[0].alive, -item[0].started_at))
-        return {run.key: _described(started, run) for started, run in items[:MOST_LISTED]}
+        records = [(record.read(run.folder), run) for run in self.runs()]
+        started_runs = [(started, run) for started, run in records if started is not None]
+        started_runs.sort(key=lambda pair: (not pair[0].alive, -pair[0].started_at))
+        newest = started_runs[:MOST_LISTED]
+        return {run.key: _described(started, run) for started, run in newest}
 
     def runs(self) -> list[Run]:
         """Return the runs that the page has started, in no particular order."""
@@ -133,7 +138,9 @@ class Starter:
         started = record.read(run.folder)
         if started is not None and started.alive:
             lines_end = data.rfind(b"\n") + 1
-            data = data if len(data) == LOG_BYTES and not lines_end else data[:lines_end]
+            is_long_line = not lines_end and len(data) == LOG_BYTES
+            if not is_long_line:
+                data = data[:lines_end]
         text = visible(data.decode(errors="replace").replace("\r\n", "\n"))
         return {"from": place, "next": place + len(data), "size": size, "text": text}
 
@@ -174,13 +181,15 @@ def saved_config(folder: Path) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
-def _is_running(run: Run) -> ApiError:
+def _already_running(run: Run) -> ApiError:
+    """Return the refusal to start a run that is in progress."""
     name = visible(run.folder.name)
     text = f"{name} is training already: two runs would break each other's checkpoints"
     return ApiError(409, "already_running", text)
 
 
 def _described(started: Record, run: Run) -> dict[str, Any]:
+    """Return what the page shows about a run that it has started."""
     state = "ended"
     if started.alive:
         state = "stopping" if started.stopping else "running"
