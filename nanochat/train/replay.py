@@ -46,8 +46,10 @@ EVERY = 4  # by default, one row in 4 is the model's own
 # the few own words would be repeated many times.
 MOST_DATA = 1_000_000
 NOT_OWN = 1.0  # stands for the reference of a token of the data; no log-probability is above 0
-# In nats: the pull on a token stops growing once the model finds it this much more likely.
-LARGEST = 5.0
+# In nats: the pull on a token stops growing once the model finds it this much more likely. Long runs
+# read the own words again, and by then the model knows rare tokens of them by heart: with a larger
+# cap, a few of these would outweigh everything else in a step (dev/LOG.md).
+LARGEST = 1.0
 # What anchored_loss() sums apart: the two losses, and the number of tokens of own words.
 FIGURES = ("data_loss", "own_words_loss", "own_words_share")
 MEMORY_SHARE = 0.8  # share of the device's memory that the whole model may take as it writes
