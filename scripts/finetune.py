@@ -429,7 +429,7 @@ def train(cfg: Config, compute: Compute) -> None:
         log_needs(tuning, model, batch, steps, folder.path, cfg.run.keep, compute)
         return
 
-    # The published weights, of which adapters or all parameters are trained with AdamW
+    # The published weights, and AdamW for their adapters or for all of them
     rates = OneRate(cfg.rate(model.config.n_embd, steps, replay_every > 0), cfg.weight_decay)
     optimizers = set_up(model, rates, 1.0, folder.path, cfg.run, compute, fill=base.fill)
     # Before a checkpoint is loaded, the model is its own reference.

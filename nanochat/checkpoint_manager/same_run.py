@@ -27,6 +27,8 @@ RENAMED = {
 REPLACED = {"fp8": ("matmul", "fp8")}
 # Facts that version 1.0.0 recorded of a fine-tuning; its rules are still the only ones.
 FORMER_FACTS = ("held out", "automatic learning rate")
+# A hash of the settings and the chat format of a published model. Version 1.0.0 did not record it.
+BASE_FACT = "config.json and chat template"
 MATMUL = "matmul"
 # Names in made_with(): hashes of the files that the program has loaded, and of all other files.
 CODE = ("code", "other_code")
@@ -77,8 +79,8 @@ class RunSettings:
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
         """Return a list with a phrase for each setting whose value differs from that in `saved`.
 
-        Free and removed flags, FORMER_FACTS and facts that `saved` lacks are ignored, and old names
-        of flags are translated.
+        Free and removed flags and FORMER_FACTS are ignored, and BASE_FACT too if `saved` lacks it.
+        Old names of flags are translated.
         """
         removed = {*removed_flags(), *FORMER_FACTS}
         renamed = {
@@ -87,10 +89,9 @@ class RunSettings:
         for switch, (flag, setting) in REPLACED.items():
             if renamed.pop(switch, False):
                 renamed[flag] = setting
+        ignored = self.free if BASE_FACT in renamed else {*self.free, BASE_FACT}
         changes = []
-        for name in sorted({*renamed, *self.values} - self.free):
-            if name not in renamed and name not in self.defaults:
-                continue  # a fact that the version which began the run did not record
+        for name in sorted({*renamed, *self.values}.difference(ignored)):
             default = self.defaults.get(name)
             value_before = renamed.get(name, default)
             value_now = self.values.get(name, default)

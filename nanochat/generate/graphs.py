@@ -84,7 +84,7 @@ class DecodeGraphs:
         padding = slice(count, rows)
         saved_states = cache.copy_states(padding) if rows > count else None
         adapted = any(number != NONE for number in numbers)
-        with self._adapted(numbers, rows):
+        with self._adapted(numbers, rows) if adapted else contextlib.nullcontext():
             logits = self._logits((rows, keys, adapted))
         if saved_states:
             cache.restore(padding, saved_states)
@@ -94,7 +94,7 @@ class DecodeGraphs:
         self, numbers: Sequence[int], rows: int
     ) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the rows have their adapters, and padding rows have none."""
-        if self.adapters is None or all(number == NONE for number in numbers):
+        if self.adapters is None:
             return contextlib.nullcontext()
         padded = [*numbers, *[NONE] * (rows - len(numbers))]
         return self.adapters.rows(padded, fixed=True)

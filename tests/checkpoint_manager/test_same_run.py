@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from nanochat.checkpoint_manager.same_run import (
+    BASE_FACT,
     RunSettings,
     check_code,
     check_settings,
@@ -54,6 +55,13 @@ def test_a_new_flag_at_its_default_lets_old_runs_resume() -> None:
     check_settings(Path("run"), meta(saved), RunSettings.of(New(depth=4), corpus="cats"))
     with pytest.raises(UserError, match=r"\(--window: L before, S now\)"):
         check_settings(Path("run"), meta(saved), RunSettings.of(New(depth=4, window="S"), corpus="cats"))
+
+
+def test_of_the_facts_that_a_checkpoint_lacks_only_the_newest_does_not_matter() -> None:
+    saved = RunSettings.of(Old())
+    assert not RunSettings.of(Old(), **{BASE_FACT: "1"}).changes(saved.values)
+    assert RunSettings.of(Old(), rewards="1").changes(saved.values) == ["rewards: None before, 1 now"]
+    assert RunSettings.of(Old(), **{BASE_FACT: "2"}).changes({**saved.values, BASE_FACT: "1"})
 
 
 def test_facts_that_are_no_longer_recorded_do_not_matter() -> None:

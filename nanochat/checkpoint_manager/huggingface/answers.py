@@ -108,9 +108,8 @@ def spans(
 
     `opening` is what a template writes before a reply, and `stops` are the special tokens that end
     one. A message of words alone begins with its words, or with `own_space` in front of them, which
-    the model has to write; one with reasoning or calls begins after
-    the opening, as far as the template writes it. Raises UserError if the beginning or the end of a
-    message cannot be found.
+    the model has to write; one with reasoning or calls begins after the opening, as far as the
+    template writes it. Raises UserError if the beginning or the end of a message cannot be found.
     """
     text = without_marks(marked_text)
     first: dict[int, int] = {}
@@ -127,9 +126,12 @@ def spans(
         end = ends.search(text, last[index])
         if end is None:
             raise UserError(tr("no special token ends what the assistant says"))
-        start = len(text[:begin].removesuffix(own_space))
         if messages[index].fields:
             start = _start(text, begin, opening)
+        elif text.endswith(own_space, 0, begin):
+            start = begin - len(own_space)
+        else:
+            start = begin
         spans.append(Span(start, end.end()))
     return spans
 

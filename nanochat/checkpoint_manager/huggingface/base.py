@@ -14,6 +14,7 @@ from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.huggingface.folders import published_folder
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_weights, qwen_on_meta
+from nanochat.checkpoint_manager.same_run import BASE_FACT
 from nanochat.device import Compute
 from nanochat.models.lora import LoraConfig, add_adapters, first_values
 from nanochat.models.nf4 import nf4_entries
@@ -24,8 +25,6 @@ from nanochat.tokenizer import Tokenizer
 # A trained parameter takes 16 bytes, as much as eight frozen ones of 2 bytes, or 31 of 4.13 bits.
 FROZEN_PER_TRAINED = 8
 PACKED_PER_TRAINED = 31
-# A fact that no flag names: a hash of the settings and the chat format of the published model.
-BASE_FACT = "config.json and chat template"
 
 
 @dataclass(frozen=True)
