@@ -363,6 +363,7 @@ def train(cfg: Config, compute: Compute) -> None:
         cfg.run.seed,
         cfg.adapter.base_bits,
     )
+    base.warn_if_replies_never_end()
     if not begun:
         replay.check_replay(cfg.replay_every, cfg.objective.loss, base, compute)
     read_mixture = own_pairs if preference else own_conversations

@@ -278,53 +278,54 @@ def _read_weighted(
     """Read weighted files, and return their names, a key of their content, and their records.
 
     `read_records` reads a file, and each of its records is taken as often as the file's weight
-    says. If any record occurs twice, for example because a file is named twice, the last of every
-    50 (HELD_OUT) different records is held out, or the last of all if there are fewer, since short
-    files begin with what matters most.
+    says. Of the different records, one in 50 (HELD_OUT) is held out, with all its copies; of fewer
+    than 1,500 about 30 (OWN_HELD_OUT), but at most one in 10 (MOST_HELD_OUT).
 
-    If every record occurs once, one in 50 is held out; of fewer than 1,500 records about 30
-    (OWN_HELD_OUT), but at most one in 10 (MOST_HELD_OUT).
+    If a file is taken more than once, it is the last of every 50 different records, or the last of
+    all if there are fewer, since short files are repeated and begin with what matters most.
 
     Raises UserError, with `least` as the words for 2 records, if there are fewer different ones.
     """
     items: list[Item] = []
-    # For each item, the position of its original among the different ones.
+    # For each item, the position of its first copy among the different ones.
     originals: list[int] = []
-    # (content of the file, index in it) -> position among the different ones
-    original_of: dict[tuple[str, int], int] = {}
+    original_of: dict[Item, int] = {}  # record -> its position among the different ones
     names = []
-    keys = []
+    weights = []
+    contents = []
     for file in files:
         path, weight = _split_weight(file)
         file_items = read_records(path)
-        content = _content(path)
         for i in range(max(int(len(file_items) * weight), 1)):
-            number = int(i / weight) % len(file_items)
-            items.append(file_items[number])
-            originals.append(original_of.setdefault((content, number), len(original_of)))
+            item = file_items[int(i / weight) % len(file_items)]
+            items.append(item)
+            originals.append(original_of.setdefault(item, len(original_of)))
         names.append(Path(path).name)
-        keys.append(f"{weight:g} {content}")
+        weights.append(weight)
+        contents.append(_content(path))
     different = len(original_of)
     if different < 2:
         raise UserError(
             tr(
-                "{files} must hold at least {least}, since one is for validation, got "
+                "{files} must hold at least {least} that differ, since one is for validation, got "
                 "{different}; add more",
                 files=files[0],
                 least=least,
                 different=different,
             )
         )
-    key = " + ".join(keys)
+    taken = zip(weights, contents, strict=True)
+    key = " + ".join(f"{weight:g} {content}" for weight, content in taken)
     numbers = np.array(originals)
-    every = HELD_OUT
-    if different < len(items):
+    every = min(max(different // OWN_HELD_OUT, MOST_HELD_OUT), HELD_OUT)
+    if max(weights) > 1 or len(set(contents)) < len(contents):
+        every = HELD_OUT
+        numbers = numbers + 1 - min(different, every)
         key += COPIES_TOGETHER
-        numbers = numbers + 1 - min(different, HELD_OUT)
-    else:
-        every = min(max(different // OWN_HELD_OUT, MOST_HELD_OUT), HELD_OUT)
-        if every != HELD_OUT:
-            key += f", one in {every} held out"
+    if every != HELD_OUT:
+        key += f", one in {every} held out"
+    if different < len(items):
+        key += f", {different} different"
     return ", ".join(names), key, Numbered(items, numbers, every)
 
 

@@ -197,12 +197,23 @@ def test_of_a_few_repeated_conversations_the_last_is_held_out(tmp_path: Path) ->
     write_own(many, 200)
     made = own_conversations([f"{few}:3", str(many)])
     trained = Counter(asked(made.train()))
-    assert asked(made.val()) == [f"问 {i}" for i in (29, 79, 129, 179)]
+    assert asked(made.val()) == [f"问 {i}" for i in (49, 99, 149, 199)]
     assert all(trained[f"问 {i}"] == 4 for i in range(20)), "a short file beside others is learned whole"
     one = tmp_path / "one.jsonl"
     write_own(one, 1)
-    with pytest.raises(UserError, match="at least 2 conversations, since one is for validation, got 1"):
+    with pytest.raises(UserError, match="at least 2 conversations that differ, since one is for validation, got 1"):
         own_conversations([f"{one}:2"])
+
+
+def test_a_record_that_two_files_or_two_lines_hold_is_trained_or_held_out_in_all_copies(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    write_own(first, 100)
+    second.write_text(first.read_text("utf-8") + first.read_text("utf-8"), "utf-8")
+    first.write_text("\n".join(reversed(first.read_text("utf-8").splitlines())), "utf-8")
+    made = own_conversations([str(first), str(second)])
+    held_out = {f"问 {i}" for i in range(9, 100, 10)}  # the first of every ten, from the last line on
+    assert Counter(asked(made.val())) == dict.fromkeys(held_out, 1)
+    assert Counter(asked(made.train())) == {f"问 {i}": 3 for i in range(100) if f"问 {i}" not in held_out}
 
 
 @pytest.mark.parametrize(("count", "held_out"), [(2, 1), (100, 10), (900, 30), (1500, 30), (5000, 100)])

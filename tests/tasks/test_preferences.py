@@ -110,10 +110,12 @@ def test_both_answers_of_a_pair_are_held_out_and_files_have_weights(tmp_path: Pa
     assert [one.messages[1].text for one in train[:4]] == ["a", "b", "a", "b"]
     single = tmp_path / "single.jsonl"
     single.write_text(json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"}))
-    with pytest.raises(UserError, match="must hold at least 2 pairs, since one is for validation, got 1"):
+    with pytest.raises(UserError, match="must hold at least 2 pairs that differ, since one is for validation, got 1"):
         own_pairs([str(single)])
     both = tmp_path / "both.jsonl"  # the same file may hold conversations too, which are kept under another name
-    both.write_text("\n".join(json.dumps({"messages": [ASKED, YES], "rejected_response": "no"}) for _ in range(2)))
+    both.write_text(
+        "\n".join(json.dumps({"messages": [ASKED, YES], "rejected_response": word}) for word in ("no", "nay"))
+    )
     assert own_pairs([str(both)]).key != own_conversations([str(both)]).key
 
 

@@ -1,5 +1,6 @@
 """Rows of a model's own words, which fine-tuning mixes into the data."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ def mixed(tmp_path: Path, every: int = 3, seed: int = 1) -> tuple[Any, MixedRows
     if not (tmp_path / "model").exists():
         (tmp_path / "model").mkdir()
         write_folder(tmp_path / "model", "qwen3")
-        line = '{"messages": [{"role": "user", "content": "cat"}, {"role": "assistant", "content": "mat"}]}\n'
-        (tmp_path / "chats.jsonl").write_text(line * 40)
+        turns = [{"role": "user", "content": "cat"}, {"role": "assistant", "content": "mat"}]
+        talks = [{"messages": [{**turns[0], "content": f"cat {i}"}, turns[1]]} for i in range(40)]
+        (tmp_path / "chats.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
     base = open_base(tmp_path / "model", LENGTH, None, on_cpu(), 1)
     conversations = own_conversations([str(tmp_path / "chats.jsonl")])
     rows, _ = chat_rows("tune", conversations, base.tokenizer, LENGTH, 1, True, "cut")

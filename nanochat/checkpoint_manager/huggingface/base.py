@@ -3,6 +3,7 @@
 The shape and the tokenizer are read immediately, and the weights once the model has been sharded.
 """
 
+import itertools
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +16,8 @@ from nanochat.checkpoint_manager.huggingface.folders import published_folder
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_weights, qwen_on_meta
 from nanochat.checkpoint_manager.same_run import BASE_FACT
+from nanochat.common import UserError, tr, warn
+from nanochat.data.conversation import Conversation, assistant, user
 from nanochat.device import Compute
 from nanochat.models.lora import LoraConfig, add_adapters, first_values
 from nanochat.models.nf4 import nf4_entries
@@ -62,6 +65,27 @@ class Base:
         packed = nf4_entries(self.model)
         frozen = self.model.parameter_counts()["total"] - trained - packed
         return trained + frozen // FROZEN_PER_TRAINED + packed // PACKED_PER_TRAINED
+
+    def warn_if_replies_never_end(self) -> None:
+        """Warn if the chat template writes no token after a reply that ends generation.
+
+        What is trained then never ends a reply.
+        """
+        exchange = Conversation((user("Q"), assistant("A")))
+        try:
+            rendered = self.tokenizer.render(exchange)
+        except UserError:
+            return  # a template that wants more than a question and its answer
+        trained = set(itertools.compress(rendered.ids, rendered.mask))
+        if trained.isdisjoint(self.tokenizer.stops):
+            warn(
+                tr(
+                    "the chat template in {folder} ends a reply without a token that ends "
+                    "generation, so the model does not learn where to stop. Check eos_token and "
+                    "the template, or limit replies with --max_tokens",
+                    folder=self.folder,
+                )
+            )
 
     def with_rows_of(self, sequence_len: int) -> "Base":
         """Return this base with a new, unfilled model for rows of `sequence_len` tokens."""
