@@ -113,8 +113,8 @@ def test_both_answers_of_a_pair_are_held_out_and_files_have_weights(tmp_path: Pa
     with pytest.raises(UserError, match="must hold at least 2 pairs that differ, since one is for validation, got 1"):
         own_pairs([str(single)])
     both = tmp_path / "both.jsonl"  # the same file may hold conversations too, which are kept under another name
-    both.write_text(
-        "\n".join(json.dumps({"messages": [ASKED, YES], "rejected_response": word}) for word in ("no", "nay"))
+    asks = [{"role": "user", "content": word} for word in ("so?", "is it?")]
+    both.write_text("\n".join(json.dumps({"messages": [ask, YES], "rejected_response": "no"}) for ask in asks))
     )
     assert own_pairs([str(both)]).key != own_conversations([str(both)]).key
 
