@@ -115,7 +115,6 @@ def test_both_answers_of_a_pair_are_held_out_and_files_have_weights(tmp_path: Pa
     both = tmp_path / "both.jsonl"  # the same file may hold conversations too, which are kept under another name
     asks = [{"role": "user", "content": word} for word in ("so?", "is it?")]
     both.write_text("\n".join(json.dumps({"messages": [ask, YES], "rejected_response": "no"}) for ask in asks))
-    )
     assert own_pairs([str(both)]).key != own_conversations([str(both)]).key
 
 
