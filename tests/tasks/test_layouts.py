@@ -306,7 +306,8 @@ def test_folders_and_patterns_are_read_without_hidden_files(tmp_path: Path, caps
     for name in ("a.jsonl", "deep/b.JSON", "deep/c.csv", "._a.jsonl", ".cache/d.jsonl", "readme.md"):
         path = tmp_path / "chats" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("question,answer\nq,a\n" if name.endswith("csv") else LINE)
+        record = json.dumps({"question": name, "answer": "a"})
+        path.write_text("question,answer\nq,a\n" if name.endswith("csv") else record)
     assert len(CustomJSON(tmp_path / "chats")) == 3
     mix = own_conversations([str(tmp_path / "chats")])
     assert capsys.readouterr().out.count("2 hidden files") == 2  # once for each reading
