@@ -419,7 +419,9 @@ def train(cfg: Config, compute: Compute) -> None:
     epochs = cfg.epochs.resolved(rows.conversations, model.config.n_embd)
     replay_every = replay.resolve_every(cfg.replay_every, cfg.objective.loss, rows, has_room)
     if replay_every and not cfg.forecast:
-        rows = replay.with_own_words(rows, replay_every, base, cfg.run.seed, compute)
+        mixed_rows = rows.count * replay_every // (replay_every - 1)
+        run_rows = epochs.items_read(mixed_rows, batch.rows_per_step)
+        rows = replay.with_own_words(rows, replay_every, base, run_rows, cfg.run.seed, compute)
     steps = epochs.steps_over(rows, batch.rows_per_step, mixture.name, cfg.batch.smaller_steps)
     if replay_every and cfg.forecast and epochs.num_iterations is None:
         # A forecast writes no own words, so it adds the steps that their rows would take.

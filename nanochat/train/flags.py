@@ -336,6 +336,12 @@ class Epochs:
     num_iterations: int | None = None
     """number of steps; overrides num_epochs"""
 
+    def items_read(self, items: int, items_per_step: int) -> int:
+        """Return how many rows, or other items, a run reads of a set of `items`."""
+        if self.num_iterations is not None:
+            return self.num_iterations * items_per_step
+        return int(self.num_epochs * items)
+
     def steps(self, items: int, items_per_step: int, smaller_steps: str) -> int:
         """Return the number of steps that the flags ask for.
 
@@ -345,7 +351,7 @@ class Epochs:
         """
         if self.num_iterations is not None:
             return self.num_iterations
-        steps = max(int(self.num_epochs * items) // items_per_step, 1)
+        steps = max(self.items_read(items, items_per_step) // items_per_step, 1)
         if steps < FEW_STEPS:
             enough = f"--num_epochs={-(-2 * FEW_STEPS * items_per_step // items)}"
             advice = enough

@@ -7,6 +7,7 @@ general prompts of the package, and half are texts without a prompt.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from typing import cast
@@ -36,9 +37,11 @@ from nanochat.train.fit.memory import reachable
 from nanochat.train.flags import Auto
 from nanochat.train.references import row_scores, saved_or_scored
 
-VERSION = 2  # part of the key of the own words; raise it when the sampling changes
-# Tokens of own words if no text ended early. A long run reads them several times.
-MOST_TOKENS = 40_960
+VERSION = 3  # part of the key of the own words; raise it when the sampling changes
+# A model that reads its own words again knows rare tokens of them by heart, and then they no longer
+# tell how far it has diverged. So it writes as many as the run reads, up to this number of tokens.
+MOST_TOKENS = 204_800
+GRAIN = 20_480  # the tokens to write are a multiple of this, so that similar runs share them
 LONGEST_TEXT = 256  # tokens of a text or a reply
 SLOTS = 32  # texts that are sampled together
 EVERY = 4  # by default, one row in 4 is the model's own
@@ -46,9 +49,8 @@ EVERY = 4  # by default, one row in 4 is the model's own
 # the few own words would be repeated many times.
 MOST_DATA = 1_000_000
 NOT_OWN = 1.0  # stands for the reference of a token of the data; no log-probability is above 0
-# In nats: the pull on a token stops growing once the model finds it this much more likely. Long runs
-# read the own words again, and by then the model knows rare tokens of them by heart: with a larger
-# cap, a few of these would outweigh everything else in a step (dev/LOG.md).
+# In nats: the pull on a token stops growing once the model finds it this much more likely. With a
+# larger cap, a few tokens would outweigh everything else in a step (dev/LOG.md).
 LARGEST = 1.0
 # What anchored_loss() sums apart: the two losses, and the number of tokens of own words.
 FIGURES = ("data_loss", "own_words_loss", "own_words_share")
@@ -221,22 +223,28 @@ def add_references(
     rows.references = saved_or_scored(own.folder, facts, shape, score_all, compute)
 
 
-def with_own_words(rows: Rows, every: int, base: Base, seed: int, compute: Compute) -> AnchoredRows:
+def with_own_words(
+    rows: Rows, every: int, base: Base, run_rows: int, seed: int, compute: Compute
+) -> AnchoredRows:
     """Return `rows` mixed with the model's own words, which fill one row in `every`.
 
-    The model writes them now, unless they are on the disk already. Every rank must call this before
-    the weights of the trained model are loaded.
+    The model writes them now, unless they are on the disk already: as many as a run reads that
+    reads `run_rows` rows of the mixture, up to MOST_TOKENS. Every rank must call this before the
+    weights of the trained model are loaded.
     """
-    key = f"own words {VERSION} {base.outputs} {MOST_TOKENS} {seed} {rows.row_tokens}"
+    own_rows = -(-run_rows // every)
+    grains = -(-own_rows * rows.row_tokens // GRAIN)
+    tokens = min(grains * GRAIN, MOST_TOKENS)
+    key = f"own words {VERSION} {base.outputs} {tokens} {seed} {rows.row_tokens}"
     longest = min(LONGEST_TEXT, rows.row_tokens)
     folder = conversation_folder("own-words", base.tokenizer, key)
 
-    def sampled() -> list[Rendered]:
-        return list(_sampled(base, longest, seed, compute))
+    def written() -> list[Rendered]:
+        return _written(base, tokens, longest, seed, compute)
 
-    token_set = prepare_rendered(folder, sampled, base.tokenizer, key)
+    token_set = prepare_rendered(folder, written, base.tokenizer, key)
     own_plan = plan(token_set, rows.row_tokens, cut=False, too_long="cut")
-    own_rows = PackedRows(token_set, own_plan, base.tokenizer.bos, seed, masked=True)
+    own = PackedRows(token_set, own_plan, base.tokenizer.bos, seed, masked=True)
     log(
         tr(
             "replay_every: {every} (one row in {every} holds the model's own words, "
@@ -245,11 +253,11 @@ def with_own_words(rows: Rows, every: int, base: Base, seed: int, compute: Compu
             tokens=token_set.tokens,
         )
     )
-    return AnchoredRows(rows, own_rows, every)
+    return AnchoredRows(rows, own, every)
 
 
-def _sampled(base: Base, longest: int, seed: int, compute: Compute) -> Iterator[Rendered]:
-    """Yield texts and replies of the model, with up to MOST_TOKENS tokens together.
+def _written(base: Base, tokens: int, longest: int, seed: int, compute: Compute) -> list[Rendered]:
+    """Return texts and replies that the model writes, with about `tokens` tokens together.
 
     None has more than `longest` tokens with its prompt. Only sampled tokens are marked as trained.
     """
@@ -257,17 +265,25 @@ def _sampled(base: Base, longest: int, seed: int, compute: Compute) -> Iterator[
     loaded = load_published(base.folder, None, own_compute)
     own_compute.operations.serve(cast(nn.Module, loaded.model))
     engine = Engine(loaded.model, loaded.tokenizer, slots=SLOTS, length=longest)
-    count = MOST_TOKENS // longest
-    starts = list(itertools.islice(_starts(loaded.tokenizer, longest), count))
-    requests = [
-        (start, Sampling(temperature=1.0, max_tokens=longest, seed=seed + i))
-        for i, start in enumerate(starts)
-    ]
-    with Progress(tr("own words"), count, tr("texts")) as progress:
-        completions = engine.complete(requests, lambda i, completion: progress.advance(1))
-    for start, completion in zip(starts, completions, strict=True):
-        trained = [int(not forced) for forced in completion.forced]
-        yield Rendered([*start, *completion.tokens], [0] * len(start) + trained)
+    starts = _starts(loaded.tokenizer, longest)
+    texts: list[Rendered] = []
+    with Progress(tr("own words"), tokens, tr("tokens")) as progress:
+        # The second round makes up for the texts of the first that end before they are `longest`.
+        for _ in range(2):
+            written = sum(len(text.ids) for text in texts)
+            average = written / len(texts) if texts else longest
+            count = max(math.ceil((tokens - written) / max(average, longest / 8)), 0)
+            requests = [
+                (start, Sampling(temperature=1.0, max_tokens=longest, seed=seed + len(texts) + i))
+                for i, start in enumerate(itertools.islice(starts, count))
+            ]
+            completions = engine.complete(
+                requests, lambda i, completion: progress.advance(len(completion.tokens))
+            )
+            for (start, _sampling), completion in zip(requests, completions, strict=True):
+                trained = [int(not forced) for forced in completion.forced]
+                texts.append(Rendered([*start, *completion.tokens], [0] * len(start) + trained))
+    return texts
 
 
 def _starts(tokenizer: Tokenizer, longest: int) -> Iterator[list[int]]:

@@ -28,7 +28,7 @@ def short_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     few_own_words(monkeypatch)
 
 
-def mixed(tmp_path: Path, every: int = 3, seed: int = 1) -> tuple[Any, MixedRows]:
+def mixed(tmp_path: Path, every: int = 3, seed: int = 1, run_rows: int = 80) -> tuple[Any, MixedRows]:
     if not (tmp_path / "model").exists():
         (tmp_path / "model").mkdir()
         write_folder(tmp_path / "model", "qwen3")
@@ -38,7 +38,7 @@ def mixed(tmp_path: Path, every: int = 3, seed: int = 1) -> tuple[Any, MixedRows
     base = open_base(tmp_path / "model", LENGTH, None, on_cpu(), 1)
     conversations = own_conversations([str(tmp_path / "chats.jsonl")])
     rows, _ = chat_rows("tune", conversations, base.tokenizer, LENGTH, 1, True, "cut")
-    return rows, replay.with_own_words(rows, every, base, seed, on_cpu())
+    return rows, replay.with_own_words(rows, every, base, run_rows, seed, on_cpu())
 
 
 def test_the_references_are_the_log_probabilities_of_the_models_own_words_before_training(tmp_path: Path) -> None:
@@ -136,6 +136,16 @@ def test_one_row_in_three_holds_words_that_the_model_sampled(tmp_path: Path) -> 
             if (targets[row, here] >= 0).any():
                 texts.append(tuple(inputs[row, here].tolist()))
     assert len(set(texts)) > 0.9 * len(texts)  # texts from the same beginning are different samples
+
+
+@pytest.mark.parametrize(("run_rows", "every", "size"), [(60, 3, 20), (200, 4, 50), (2000, 3, 50)])
+def test_the_model_writes_as_many_words_as_the_run_reads_up_to_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_rows: int, every: int, size: int
+) -> None:
+    monkeypatch.setattr(replay, "MOST_TOKENS", 50 * LENGTH)
+    monkeypatch.setattr(replay, "GRAIN", LENGTH)
+    _, rows = mixed(tmp_path, every, run_rows=run_rows)
+    assert size <= rows.sources[1].size <= 1.3 * size
 
 
 def test_the_same_seed_samples_the_same_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
