@@ -128,7 +128,7 @@ def test_only_what_follows_the_shared_turns_is_scored(folder: Path) -> None:
 
 def test_pairs_longer_than_a_row_share_it_or_are_left_out(folder: Path) -> None:
     path = folder / "long.jsonl"
-    records = [("a", "b", "c"), ("a", "b", "c"), ("a", "b", "the cat sat " * 30), ("a", "the " * 40, "cat " * 40),
+    records = [("a", "b", "c"), ("b", "b", "c"), ("a", "b", "the cat sat " * 30), ("a", "the " * 40, "cat " * 40),
                ("mat " * 60, "b", "c")]  # fmt: skip
     lines = [json.dumps(dict(zip(("prompt", "chosen", "rejected"), record, strict=True))) for record in records]
     path.write_text("\n".join(lines))
