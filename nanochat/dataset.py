@@ -141,7 +141,14 @@ def _from_addresses(cfg: Config, urls: str) -> Corpus:
         raise UserError(
             tr("--urls lists every file to fetch, so it goes without --data and -n"), exit_code=2
         )
-    return download_urls(Path(urls), cfg.name, cfg.text_column, Progress, cfg.num_workers)
+    return download_urls(
+        Path(urls),
+        cfg.name,
+        cfg.text_column,
+        Progress,
+        cfg.num_workers,
+        skip_bad_lines=cfg.skip_bad_lines,
+    )
 
 
 def _from_publisher(cfg: Config) -> Corpus:

@@ -38,13 +38,15 @@ def download_urls(
     bars: Bars,
     parallel: int = 3,
     patience: Patience | None = None,
+    skip_bad_lines: bool = False,
 ) -> Corpus:
     """Fetch the files named in a list of web addresses, import them, and return the corpus.
 
     The corpus is named after the list unless `name` is given. Listed files stay below `downloads/`
     in the base folder, so a stopped download resumes, and a longer list fetches only new files.
-    Files that are no longer listed are deleted there. Raises UserError (exit code 2) if the list or
-    name cannot be used, and UserError if a file cannot be fetched or imported.
+    Files that are no longer listed are deleted there. `skip_bad_lines` is as in import_folder().
+    Raises UserError (exit code 2) if the list or name cannot be used, and UserError if a file
+    cannot be fetched or imported.
     """
     path = path.expanduser().resolve()
     name = name or path.stem
@@ -63,7 +65,9 @@ def download_urls(
     make = f"python -m nanochat.dataset --urls {quote(str(path))} --name {quote(name)}"
     if text_column != "text":
         make += f" --text_column {quote(text_column)}"
-    return import_folder(folder, name, text_column, bars, make)
+    if skip_bad_lines:
+        make += " --skip_bad_lines"
+    return import_folder(folder, name, text_column, bars, make, skip_bad_lines)
 
 
 def read_list(path: Path, folder: Path) -> list[Remote]:
@@ -72,7 +76,7 @@ def read_list(path: Path, folder: Path) -> list[Remote]:
     Each line holds an address and, optionally, the SHA-256 of the file. Blank lines, lines that
     begin with # and repeated lines are skipped. The local name contains a hash of the line, so a
     changed line does not match the old file. Raises UserError (exit code 2) if the list cannot be
-    read or is empty, or if a line is not the address of a .parquet, .jsonl, .txt or .md file.
+    read or is empty, or if a line is not the address of a file of one of the types in READERS.
     """
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()

@@ -94,6 +94,14 @@ def test_files_with_the_names_of_an_earlier_version_are_fetched_again_with_a_wor
     assert {path for path, _ in server.requests[asked:]} == {"/a/x.jsonl"}, "the other file has the hash of the list"
 
 
+def test_bad_lines_of_a_fetched_file_are_left_out_if_asked(server: Server, listed: Path, base_folder: Path) -> None:
+    server.files["/a/x.jsonl"] += b"not JSON\n"
+    main(Config(urls=str(listed), text_column="body", skip_bad_lines=True))
+    corpus = Corpus("pages", base_folder / "base_data" / "pages")
+    assert everything(corpus) == {"one", "two", "three", "four", "five"}
+    assert read_about(corpus.folder)["make"].endswith("--skip_bad_lines")
+
+
 def test_a_line_that_is_there_twice_is_fetched_once(tmp_path: Path) -> None:
     path = tmp_path / "list"
     path.write_text("http://a/x.txt\nhttp://a/x.txt\nhttp://b/x.txt\nhttp://b/00003-x.txt\n")
