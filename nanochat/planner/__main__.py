@@ -22,6 +22,7 @@ from typing import Literal
 from nanochat import device
 from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.huggingface.folders import model_name, published_folder
+from nanochat.checkpoint_manager.huggingface.weights import check_bits
 from nanochat.common import UserError, run, tr
 from nanochat.models.lora import LoraConfig
 from nanochat.models.nf4 import BITS
@@ -203,7 +204,9 @@ def tuning_of(cfg: Config, folder: Path, ranks: int) -> Tuning:
             ),
             exit_code=2,
         )
-    shape = read_config(published_folder(folder), cfg.max_length)
+    folder = published_folder(folder)
+    shape = read_config(folder, cfg.max_length)
+    check_bits(shape, cfg.base_bits, folder.name)
     lora = LoraConfig(cfg.lora_rank) if cfg.lora_rank else None
     return Tuning(
         shape,
@@ -306,7 +309,9 @@ def finetune_table(
     models = recipes.default_models(cfg.max_length)
     if cfg.model is not None:
         folder = published_folder(cfg.model)
-        models = {model_name(folder): read_config(folder, cfg.max_length)}
+        shape = read_config(folder, cfg.max_length)
+        check_bits(shape, cfg.base_bits, folder.name)
+        models = {model_name(folder): shape}
     rates, source = rates_for(chip, bench)
     lora = LoraConfig(cfg.lora_rank)
     if cfg.base_bits == BITS:

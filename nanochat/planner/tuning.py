@@ -67,8 +67,9 @@ def remedies(tuning: Tuning) -> Iterator[Tuning]:
     First come changes that only cost time: fewer rows per pass, then recomputing activations, then
     offloading them, then sharding the parameters. Changes that affect what is learned come last: a
     base in 4 bits below an adapter, then shorter rows, and finally an adapter instead of training
-    every parameter, at first on the base as it is.
+    every parameter, at first on the base as it is. Experts cannot be held in 4 bits.
     """
+    fits_4_bits = "E" not in tuning.shape.mlps
     while tuning.rows > 1:
         tuning = replace(tuning, rows=tuning.rows // 2, several_passes=True)
         yield tuning
@@ -81,7 +82,7 @@ def remedies(tuning: Tuning) -> Iterator[Tuning]:
     if tuning.ranks > 1 and tuning.shard != "full":
         tuning = replace(tuning, shard="full")
         yield tuning
-    if tuning.lora is not None and tuning.base_bits != BITS:
+    if tuning.lora is not None and tuning.base_bits != BITS and fits_4_bits:
         tuning = replace(tuning, base_bits=BITS)
         yield tuning
     while tuning.shape.sequence_len >= 2 * SHORTEST:
@@ -90,7 +91,8 @@ def remedies(tuning: Tuning) -> Iterator[Tuning]:
         yield tuning
     if tuning.lora is None:
         yield replace(tuning, lora=LoraConfig())
-        yield replace(tuning, lora=LoraConfig(), base_bits=BITS)
+        if fits_4_bits:
+            yield replace(tuning, lora=LoraConfig(), base_bits=BITS)
 
 
 def nearest(

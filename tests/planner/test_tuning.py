@@ -17,6 +17,7 @@ from nanochat.device import compute_init
 from nanochat.models.lora import LoraConfig, add_adapters
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.planner import tuning
+from nanochat.planner.__main__ import Config, main
 from nanochat.planner.forecast import Memory, Tuning
 from nanochat.planner.published_tuning import RUNS, SHAPES, SPEEDS
 from nanochat.planner.recipes import MODELS
@@ -61,6 +62,19 @@ def test_an_adapter_keeps_its_rows_and_gets_a_base_in_4_bits() -> None:
         "--device_batch_size=1 --max_length=1024 --base_bits=4 --offload_activations",
         "--device_batch_size=1 --max_length=512 --base_bits=4 --offload_activations",
     ]
+
+
+def test_a_base_in_4_bits_is_named_for_no_model_with_experts() -> None:
+    experts = replace(FULL, shape=replace(SHAPE, mlps="E", n_experts=4, experts_per_token=2, n_expert_hidden=64))
+    for lora in (None, LoraConfig()):
+        assert not any(one.base_bits == 4 for one in remedies(replace(experts, lora=lora)))
+
+
+@pytest.mark.parametrize("finetune", [True, False])
+def test_a_plan_of_experts_in_4_bits_is_refused(tmp_path: Path, finetune: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published(A3B)))
+    with pytest.raises(UserError, match="cannot hold the experts"):
+        main(Config(chip="910B3", model=tmp_path, base_bits=4, finetune=finetune))
 
 
 def test_a_host_has_no_other_memory_to_move_inputs_to() -> None:

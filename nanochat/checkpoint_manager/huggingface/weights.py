@@ -27,6 +27,7 @@ from nanochat.data.library_words import in_words
 from nanochat.device import Compute, local
 from nanochat.linear import matrix_shapes
 from nanochat.models.nf4 import BITS, hold_in_nf4, nf4_matrices
+from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms.base import dtype_name
 from nanochat.runtime import parallel
@@ -349,6 +350,20 @@ def load_weights(model: Qwen, folder: Path) -> None:
                 )
 
 
+def check_bits(config: QwenConfig, bits: int, name: str) -> None:
+    """Raise UserError (exit code 2) if `bits` is 4 and the model has experts."""
+    if bits == BITS and "E" in config.mlps:
+        raise UserError(
+            tr(
+                "4 bits (--base_bits=4, --weights nf4) cannot hold the experts of {name}, where "
+                "most of its weights are. Leave the flag out; finetune can share the model among "
+                "devices with --shard=full",
+                name=name,
+            ),
+            exit_code=2,
+        )
+
+
 def qwen_on_meta(
     folder: Path,
     compute: Compute,
@@ -363,16 +378,7 @@ def qwen_on_meta(
     model with experts is to be held in 4 bits.
     """
     config = read_config(folder, sequence_len)
-    if bits == BITS and "E" in config.mlps:
-        raise UserError(
-            tr(
-                "4 bits (--base_bits=4, --weights nf4) cannot hold the experts of {name}, where "
-                "most of its weights are. Leave the flag out; finetune can share the model among "
-                "devices with --shard=full",
-                name=folder.name,
-            ),
-            exit_code=2,
-        )
+    check_bits(config, bits, folder.name)
     model = on_meta(config, compute)
     with open_weights(folder, model):
         pass
