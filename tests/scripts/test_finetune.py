@@ -298,7 +298,9 @@ def test_a_conversation_longer_than_a_row_is_cut_or_dropped(
     models: Path, tmp_path: Path, too_long: Any, lengths: set[int]
 ) -> None:
     long = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the cat sat " * 20}]}
-    short = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": word}]} for word in "bcde"]
+    short = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": word}]} for word in "bcde"
+    ]
     path = tmp_path / "mine.jsonl"
     path.write_text("\n".join(json.dumps(one) for one in [short[0], long, *short[1:]]))
     tokenizer: Any = FolderTokenizer(models / "qwen3", VOCABULARY)
