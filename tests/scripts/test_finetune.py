@@ -15,6 +15,7 @@ from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.checkpoint_manager.load import load_model
 from nanochat.checkpoint_manager.locate import checkpoint_dir
+from nanochat.checkpoint_manager.same_run import RunSettings
 from nanochat.common import UserError
 from nanochat.context import Packed
 from nanochat.device import Compute
@@ -200,6 +201,14 @@ def test_a_stopped_run_with_the_models_own_words_ends_with_the_same_bits(models:
     assert again == measured and [value is not None for value in again] == [True, False, True, False, True]
 
 
+def test_a_run_measures_one_general_text_to_its_end() -> None:
+    """Beside the perplexity before training, which is that of the first text."""
+    needed = {"model": Path("qwen3"), "data": ("chats.jsonl",)}
+    cfg, other = (configured(finetune.Config, **needed, general_text=Path(name)) for name in ("a.txt", "b.txt"))
+    (change,) = RunSettings.of(other).changes(RunSettings.of(cfg).values)
+    assert change == "--general_text: a.txt before, b.txt now"
+
+
 @pytest.mark.parametrize("every", ["auto", 4])
 def test_a_run_resumes_with_its_own_words_where_other_processes_have_taken_the_memory(
     models: Path, monkeypatch: pytest.MonkeyPatch, every: Any
@@ -298,7 +307,9 @@ def test_a_conversation_longer_than_a_row_is_cut_or_dropped(
     models: Path, tmp_path: Path, too_long: Any, lengths: set[int]
 ) -> None:
     long = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the cat sat " * 20}]}
-    short = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": word}]} for word in "bcde"]
+    short = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": word}]} for word in "bcde"
+    ]
     path = tmp_path / "mine.jsonl"
     path.write_text("\n".join(json.dumps(one) for one in [short[0], long, *short[1:]]))
     tokenizer: Any = FolderTokenizer(models / "qwen3", VOCABULARY)
