@@ -184,7 +184,13 @@ def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
     limit, tokens = limits(cfg, loaded, compute)
 
     def records(task: core_eval.IclTask) -> Records:
-        facts = {"data": sha256_of(task.path) if task.path.is_file() else "", "shots": task.shots}
+        facts = {
+            "data": sha256_of(task.path) if task.path.is_file() else "",
+            "shots": task.shots,
+            "kind": task.kind,
+            "delimiter": task.delimiter,
+            "baseline": task.baseline,
+        }
         return answers(f"CORE-{task.label}", facts, cfg, loaded, compute)
 
     core = core_eval.evaluate_core(

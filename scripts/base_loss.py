@@ -68,7 +68,7 @@ class Config(MeasuredFlags):
     """Tokens of the validation split to measure by language and domain; 0 leaves that out.
     auto: 2.6 M, on a CPU 65,536."""
     once: bool = False
-    """Do nothing if the report already has the figures of this checkpoint."""
+    """Do nothing if the report already has the figures of this checkpoint and these flags."""
 
 
 def sample(loaded: Loaded, max_tokens: int) -> dict[str, str]:
@@ -125,8 +125,8 @@ def domain_losses(
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     """Measure the model, sample from it, and write and return its section of the report.
 
-    Only rank 0 samples and writes. With --once, an existing section of the same checkpoint and
-    corpus is returned instead.
+    Only rank 0 samples and writes. With --once, an existing section of the same checkpoint, corpus
+    and settings is returned instead.
     """
     loaded = cfg.load(compute, "base")
     data = texts_for(cfg.data, loaded)
@@ -145,6 +145,12 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
         "step": loaded.step,
         "model": model,
         "corpus": data.name,
+        "settings": {
+            "split_tokens": cfg.split_tokens,
+            "domain_tokens": cfg.domain_tokens,
+            "sample_tokens": cfg.sample_tokens,
+            "dtype": str(compute.dtype),
+        },
     }
     reported = read_sections().get(f"{loaded.stage}_loss", {})
     if cfg.once and parallel.agree(int(reported.items() >= section.items()), compute):

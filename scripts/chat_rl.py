@@ -172,11 +172,13 @@ def open_start(cfg: Config, compute: Compute) -> Start:
     stage = cfg.stage
     if cfg.model is None and cfg.source != "tune":
         refuse_tuned(cfg.source, stage.model_tag)
-        if flags.rank or flags.learning_rate != "auto":
+        new_alpha = flags.lora_alpha != AdapterFlags.lora_alpha
+        if flags.rank or new_alpha or flags.learning_rate != "auto":
             raise UserError(
                 tr(
-                    "--lora_rank and --learning_rate are for published models, which --model or "
-                    "--source=tune names. For a model that was pretrained here, give --init_lr_frac"
+                    "--lora_rank, --lora_alpha and --learning_rate are for published models, which "
+                    "--model or --source=tune names. For a model that was pretrained here, give "
+                    "--init_lr_frac"
                 ),
                 exit_code=2,
             )
@@ -191,6 +193,14 @@ def open_start(cfg: Config, compute: Compute) -> Start:
             tr(
                 "--matmul={matmul} is for models that were pretrained here: leave it out",
                 matmul=stage.matmul,
+            ),
+            exit_code=2,
+        )
+    if cfg.init_lr_frac != Config.init_lr_frac or cfg.rates != Config.rates:
+        raise UserError(
+            tr(
+                "--init_lr_frac and the rates of roles are for models that were pretrained here: "
+                "leave them out, and give --learning_rate"
             ),
             exit_code=2,
         )

@@ -167,7 +167,7 @@ class Config:
     replay_every: Rare[int | Auto] = "auto"
     """one row in so many holds the model's own words, which it writes before training, so that it forgets less.
     0: none; auto: 4 for data of up to a million tokens, if the whole model fits the device. dpo has none"""
-    general_text: Rare[Free[Path | None]] = None
+    general_text: Rare[Path | None] = None
     """text file on which each validation also measures the perplexity, to show what the model forgets.
     Blank lines separate passages, and no passage may be in the data.
     Default: English and Chinese passages of the package"""

@@ -377,23 +377,33 @@ def rl_tasks(
 ) -> tuple[Task, Task]:
     """Return two tasks for a corpus: one that RL trains on, and one that RL is measured on.
 
-    `problems` names a JSONL file of your own to use instead. Every tenth problem in it is for
-    measuring, and with `need_answers` each must have an answer. Raises UserError if the file has fewer than 2 problems.
+    `problems` names a JSONL file of your own to use instead. Every tenth different problem in it is
+    for measuring, once, and no copy of it is trained. With `need_answers` each problem must have an
+    answer. Raises UserError if the file has fewer than 2 different problems.
     """
     if problems is None:
         return curriculum(corpus).rl()
     task = Problems(problems, need_answers)
-    if len(task) < 2:
+    train_numbers: list[int] = []
+    held_out_numbers: list[int] = []
+    position_of: dict[tuple[tuple[str, str], ...], int] = {}  # question -> position among them
+    for number in range(len(task)):
+        question = tuple((turn.role, turn.text) for turn in task[number].prompt.messages)
+        is_copy = question in position_of
+        if position_of.setdefault(question, len(position_of)) % 10:
+            train_numbers.append(number)
+        elif not is_copy:
+            held_out_numbers.append(number)
+    if len(position_of) < 2:
         raise UserError(
             tr(
-                "{problems} must hold at least 2 problems, since one is held out, got "
+                "{problems} must hold at least 2 different problems, since one is held out, got "
                 "{count}; add more",
                 problems=problems,
-                count=len(task),
+                count=len(position_of),
             )
         )
-    train_numbers = [number for number in range(len(task)) if number % 10]
-    return Subset(task, numbers=train_numbers), Subset(task, step=10)
+    return Subset(task, numbers=train_numbers), Subset(task, numbers=held_out_numbers)
 
 
 # --- curricula -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
 from nanochat.common import UserError, tr
-from nanochat.data.corpora import Corpus, shards
+from nanochat.data.corpora import Corpus, dropped_documents, shards
 from nanochat.data.mixing import Data
 from nanochat.data.shards import texts
 from nanochat.device import Compute
@@ -65,8 +65,12 @@ def domain(text: str) -> str:
 
 
 def _named_documents(prefix: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
-    for text in texts(shards(corpus, "val")):
-        yield prefix + domain(text), text
+    """Yield the validation documents of a corpus as (domain, text), without those left out of it."""
+    for path in shards(corpus, "val"):
+        dropped = dropped_documents(path)
+        for number, text in enumerate(texts([path])):
+            if number not in dropped:
+                yield prefix + domain(text), text
 
 
 def _documents(data: Data) -> Iterator[tuple[str, str]]:

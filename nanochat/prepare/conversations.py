@@ -31,6 +31,7 @@ from nanochat.tokenizer import Rendered, Tokenizer
 NEWEST_FOLDERS = 8  # the number of newest folders of a stage that are never removed
 UNUSED_SECONDS = 14 * 86_400  # younger folders are never removed, since runs may still read them
 BATCH = 1_000  # conversations to render at a time
+RENDERING = 2  # part of a folder's hash; raise it when conversations become other tokens or masks
 
 
 class ConversationSplits(Protocol):
@@ -51,10 +52,11 @@ def conversation_folder(
 ) -> Path:
     """Return the folder for the tokens of the conversations called `name`.
 
-    The path has a hash of the tokenizer and of `key`, which identifies the conversations, so runs
-    that differ in one of these do not overwrite each other's tokens.
+    The path has a hash of the tokenizer, of RENDERING and of `key`, which identifies the
+    conversations, so runs that differ in one of these do not use or overwrite each other's tokens.
     """
-    digest = hashlib.sha256(f"{tokenizer.chat_hash} {key}".encode()).hexdigest()[:12]
+    content = f"{tokenizer.chat_hash} {RENDERING} {key}"
+    digest = hashlib.sha256(content.encode()).hexdigest()[:12]
     return base_dir() / "chat_data" / f"{name}-{digest}"
 
 

@@ -126,14 +126,22 @@ def _add_base_corpus(rows: Table, sections: Sections) -> None:
     """Add to `rows` the bits per byte of the base corpus and of its domains by stage.
 
     They show what later stages forgot. Without later stages, only the domains are added. A model of
-    a published folder has a row for the corpus on which it was measured instead.
+    a published folder, or one that was measured on a corpus other than the base model's, has a row
+    for that corpus instead.
     """
-    for stage in FROM_FOLDERS:
+    corpora = {stage: sections.get(f"{stage}_loss", {}).get("corpus") for stage in COLUMNS}
+    later = [stage for stage in PIPELINE[1:] if f"{stage}_loss" in sections]
+    elsewhere = [
+        stage
+        for stage in later
+        if corpora["base"] and corpora[stage] not in (None, corpora["base"])
+    ]
+    for stage in (*elsewhere, *FROM_FOLDERS):
         section = sections.get(f"{stage}_loss", {})
         if section.get("val"):
-            name = f"bits per byte of {section['corpus']}"
+            name = f"bits per byte of {corpora[stage]}"
             rows.setdefault(name, {})[stage] = section["val"]["bits_per_byte"]
-    later = [stage for stage in PIPELINE[1:] if f"{stage}_loss" in sections]
+    later = [stage for stage in later if stage not in elsewhere]
     for stage in ("base", *later):
         section = sections.get(f"{stage}_loss", {})
         if later and section.get("val"):

@@ -1,6 +1,7 @@
 """Samples replies from the current model, grades them, and turns them into training batches."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -34,6 +35,7 @@ from nanochat.tokenizer import Tokenizer
 ROUND = 32  # rows are padded to a multiple of this many tokens, to keep the number of shapes small
 ENGINE_ROWS = 64  # maximum number of replies that the engine decodes at once
 IGNORED = -1  # target that is not trained
+ROUND_SEED = 1 << 60  # added to the seed where a step has a problem again; far above those of steps
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -154,12 +156,30 @@ def roll_out(
     sampling; without it, nothing is pulled.
     """
     own_numbers = list(numbers[compute.rank :: compute.world_size])
-    prompts = [tokenizer.render_prompt(task[number]) for number in own_numbers]
+    all_prompts = [tokenizer.render_prompt(task[number]) for number in numbers]
+    prompts = all_prompts[compute.rank :: compute.world_size]
+    rounds = _rounds(all_prompts)[compute.rank :: compute.world_size]
     engine = groups or _engine_for(prompts, samples, sampling, model, tokenizer)
     # Replies come problem by problem, `samples` for each.
-    replies, _, rewards = generate_and_grade(
-        task, own_numbers, engine, prompts, sampling, samples, tokenizer, compute.pulse.beat
-    )
+    replies: list[Completion] = [Completion()] * (len(prompts) * samples)
+    rewards = [0.0] * len(replies)
+    for round_number in sorted(set(rounds)):
+        places = [place for place, own_round in enumerate(rounds) if own_round == round_number]
+        round_replies, _, round_rewards = generate_and_grade(
+            task,
+            [own_numbers[place] for place in places],
+            engine,
+            [prompts[place] for place in places],
+            replace(sampling, seed=sampling.seed + round_number * ROUND_SEED),
+            samples,
+            tokenizer,
+            compute.pulse.beat,
+        )
+        for i, place in enumerate(places):
+            own = slice(place * samples, (place + 1) * samples)
+            of_round = slice(i * samples, (i + 1) * samples)
+            replies[own] = round_replies[of_round]
+            rewards[own] = round_rewards[of_round]
     limit = sampling.max_tokens
     overlong = policy.overlong_tokens
     shaped_rewards = [
@@ -203,6 +223,20 @@ def roll_out(
     )
     measured = totals.figures(with_kl=reference is not None)
     return Rollouts(batches, int(totals.targets), measured, extras), trained_samples
+
+
+def _rounds(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Return, for each prompt, how many equal ones come before it.
+
+    The seeds of samples follow from the prompt, so equal prompts need different seeds for other
+    replies.
+    """
+    seen: Counter[tuple[int, ...]] = Counter()
+    rounds = []
+    for prompt in prompts:
+        rounds.append(seen[tuple(prompt)])
+        seen[tuple(prompt)] += 1
+    return rounds
 
 
 def _engine_for(

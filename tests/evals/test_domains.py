@@ -3,14 +3,16 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from nanochat.common import UserError
-from nanochat.data.corpora import Corpus, shards
+from nanochat.common import UserError, write_json
+from nanochat.data.corpora import DROPPED, Corpus, shards
 from nanochat.data.mixing import Data
-from nanochat.data.shards import texts, write_shards
+from nanochat.data.shards import ABOUT, read_about, texts, write_shards
 from nanochat.evals.domains import domain, evaluate_domains
+from nanochat.prepare.clean import _write_lists
 from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -60,6 +62,16 @@ def test_every_domain_has_the_loss_of_its_own_texts(tmp_path: Path) -> None:
     for name, (nats, size) in sums.items():
         assert found[name].bytes == size
         assert found[name].bits_per_byte == pytest.approx(nats / size / math.log(2), rel=1e-5)
+
+
+def test_documents_that_are_left_out_of_the_corpus_are_not_measured(tmp_path: Path) -> None:
+    cats = corpus(tmp_path, "cats", [f"the cat number {i} sat on the mat" for i in range(200)])
+    (path,) = shards(cats, "val")
+    first, *others = texts([path])
+    entries = _write_lists([path], [np.arange(1, 1 + len(others))])
+    write_json(cats.folder / ABOUT, read_about(cats.folder) | {DROPPED: {"shards": entries}})
+    found = evaluate_domains(MODEL, TOKENIZER, Data((cats,)), 10**9, 2_000, on_cpu())
+    assert others and found["latin"].bytes == len(first.encode())
 
 
 def test_a_mixture_names_its_corpora_and_a_limit_takes_the_first_texts(tmp_path: Path) -> None:

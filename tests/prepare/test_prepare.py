@@ -214,6 +214,9 @@ def test_other_conversations_and_tokenizers_of_a_stage_get_other_folders(monkeyp
     assert "alpha" in text and "omega" not in text
     other = Tokenizer.train(DOCUMENTS, 350)
     assert conversation_folder("sft", other, "k") != conversation_folder("sft", TOKENIZER, "k")
+    before = conversation_folder("sft", TOKENIZER, "k")
+    monkeypatch.setattr(conversations_module, "RENDERING", 0)  # of a version that made other tokens of them
+    assert conversation_folder("sft", TOKENIZER, "k") != before
 
 
 def test_old_folders_of_a_stage_do_not_pile_up(monkeypatch):

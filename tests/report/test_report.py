@@ -47,6 +47,16 @@ def test_the_table_compares_stages(base_folder: Path) -> None:
     assert table["mental"]["rl"] > 0 and "ChatCORE" not in table
 
 
+def test_bits_of_another_corpus_do_not_stand_beside_those_of_the_base_corpus(base_folder: Path) -> None:
+    for stage, corpus in (("base", "web"), ("mid", "web"), ("sft", "books"), ("rl", "books")):
+        losses = {"val": {"bits_per_byte": 1.5}, "domains": {"zh": {"bits_per_byte": 1.25}}}
+        write_section(f"{stage}_loss", {"tag": "d2", "corpus": corpus, **losses})
+    table = generated()[0]["table"]
+    assert table["bits per byte of the base corpus"] == {"base": 1.5, "mid": 1.5}
+    assert table["bits per byte of the base corpus: zh"] == {"base": 1.25, "mid": 1.25}
+    assert table["bits per byte of books"] == {"sft": 1.5, "rl": 1.5}
+
+
 def test_the_summary_has_the_figures_after_sft_as_fractions_and_the_costs(base_folder: Path) -> None:
     a_run(base_folder)
     found = generated()[0]["summary"]

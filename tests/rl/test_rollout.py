@@ -130,6 +130,28 @@ def test_flat_groups_are_left_out_and_counted():
     assert len(samples) == 4 * (len(NUMBERS) - len(flat)) > 0
 
 
+def replies_to(numbers: list[int], compute: Compute) -> list[list[list[int]]]:
+    """The tokens of the replies to each of this rank's problems, in the order of the problems."""
+
+    class Mixed(Even):
+        def grade_all(self, problems, graded):
+            return [float(i % 2) for i in range(len(graded))]
+
+    _, samples = rollout.roll_out(Mixed(), numbers, 4, SAMPLING, 8, talkative(), TOKENIZER, compute, REINFORCE)
+    replies = [sample.completion.tokens for sample in samples]
+    return [replies[first : first + 4] for first in range(0, len(replies), 4)]
+
+
+def test_a_problem_that_a_step_has_twice_gets_other_replies(monkeypatch):
+    """As where there are fewer problems than --examples_per_step; the samples had the same seeds."""
+    first, between, second = replies_to([0, 1, 0], on_cpu())
+    assert first != second
+    assert [first, between] == replies_to([0, 1], on_cpu())
+    monkeypatch.setattr(parallel, "total", lambda values, compute: [value or 1.0 for value in values])
+    ranks = [replies_to([0, 1, 0], on_cpu(rank, 3)) for rank in range(3)]
+    assert ranks == [[first], [between], [second]]
+
+
 @dataclass(frozen=True)
 class Hopeless(Even):
     def grade(self, i: int, reply: str) -> float:

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,30 @@ def test_a_broken_task_of_core_is_named_and_the_others_are_kept(
     whole = base_eval.evaluate(base_eval.Config(eval_bundle=str(bundle)), CPU)["core"]
     fresh = base_eval.evaluate(base_eval.Config(eval_bundle=str(bundle), again=True), CPU)["core"]
     assert whole["core"] == fresh["core"] and len(whole["tasks"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"), [("core.yaml", "Answer: ", "So: "), ("eval_meta_data.csv", "33.3333", "25")]
+)
+def test_a_task_of_core_is_measured_again_after_its_delimiter_or_baseline_has_changed(
+    tmp_path: Path, file: str, old: str, new: str
+) -> None:
+    make_checkpoint()
+    bundle = tmp_path / "bundle"
+    shutil.copytree(BUNDLE, bundle)
+    cfg = base_eval.Config(eval_bundle=str(bundle))
+    before = base_eval.evaluate(cfg, CPU)["core"]["tasks"]
+    changed = bundle / file
+    changed.write_text(changed.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+    after = base_eval.evaluate(cfg, CPU)["core"]["tasks"]
+    assert after[0]["seconds"] != before[0]["seconds"] and after[1:] == before[1:]
+
+
+def test_once_measures_again_what_was_measured_on_fewer_tokens() -> None:
+    make_checkpoint()
+    make_corpus()
+    quick = base_loss.Config(split_tokens=500, domain_tokens=0, sample_tokens=0, once=True)
+    few = base_loss.evaluate(quick, CPU)
+    assert base_loss.evaluate(quick, CPU) == few
+    more = base_loss.evaluate(replace(quick, split_tokens=2000), CPU)
+    assert more["val"]["tokens"] > few["val"]["tokens"]

@@ -114,10 +114,16 @@ def test_rl_begins_with_what_was_tuned(files: Path, tuned_rank: int, rank: int |
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"model": None}, "--lora_rank and --learning_rate are for published models"),
+        ({"model": None}, "--lora_rank, --lora_alpha and --learning_rate are for published models"),
+        (
+            {"model": None, "learning_rate": "auto", "lora_alpha": 8.0},
+            "--lora_rank, --lora_alpha and --learning_rate are",
+        ),
         ({"source": "tune"}, "--model names a published model"),
         ({"model_tag": "d4"}, "--model names a published model"),
         ({"matmul": "int8"}, "--matmul=int8 is for models that were pretrained here"),
+        ({"init_lr_frac": 0.1}, "--init_lr_frac and the rates of roles are for models that were pretrained here"),
+        ({"matrix_lr": 0.1}, "--init_lr_frac and the rates of roles are for models that were pretrained here"),
         ({"model": None, "source": "tune"}, "no checkpoint of stage tune"),
     ],
 )

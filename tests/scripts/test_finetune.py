@@ -15,6 +15,7 @@ from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.checkpoint_manager.load import load_model
 from nanochat.checkpoint_manager.locate import checkpoint_dir
+from nanochat.checkpoint_manager.same_run import RunSettings
 from nanochat.common import UserError
 from nanochat.context import Packed
 from nanochat.device import Compute
@@ -198,6 +199,14 @@ def test_a_stopped_run_with_the_models_own_words_ends_with_the_same_bits(models:
     assert file.read_bytes() == straight
     again = [line.get("general_perplexity") for line in read_metrics(checkpoint_dir("tune", "made"))]
     assert again == measured and [value is not None for value in again] == [True, False, True, False, True]
+
+
+def test_a_run_measures_one_general_text_to_its_end() -> None:
+    """Beside the perplexity before training, which is that of the first text."""
+    needed = {"model": Path("qwen3"), "data": ("chats.jsonl",)}
+    cfg, other = (configured(finetune.Config, **needed, general_text=Path(name)) for name in ("a.txt", "b.txt"))
+    (change,) = RunSettings.of(other).changes(RunSettings.of(cfg).values)
+    assert change == "--general_text: a.txt before, b.txt now"
 
 
 @pytest.mark.parametrize("every", ["auto", 4])

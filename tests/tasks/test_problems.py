@@ -96,6 +96,14 @@ def test_every_tenth_problem_is_held_out(tmp_path: Path) -> None:
     assert train.grade(0, "1") == 1.0 and held_out.grade(1, "10") == 1.0
 
 
+def test_no_copy_of_a_held_out_problem_is_trained(tmp_path: Path) -> None:
+    """In a file that repeats its problems, every tenth line of the second round was trained in the first."""
+    values = [{"question": f"{i}+0?", "answer": i} for i in range(11)] * 2
+    train, held_out = rl_tasks("tinyworld", str(written(tmp_path / "sums.jsonl", *values)))
+    questions = [[task[i].messages[0].text for i in range(len(task))] for task in (train, held_out)]
+    assert questions == [[f"{i}+0?" for i in range(1, 10)] * 2, ["0+0?", "10+0?"]]
+
+
 @pytest.mark.parametrize(
     ("value", "rule"),
     [
@@ -116,5 +124,5 @@ def test_a_mistake_is_named_with_file_line_and_rule(tmp_path: Path, value: Any, 
 
 
 def test_one_problem_is_too_few(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="at least 2 problems, since one is held out, got 1"):
+    with pytest.raises(UserError, match="at least 2 different problems, since one is held out, got 1"):
         rl_tasks("tinyworld", str(written(tmp_path / "mine.jsonl", {"question": "2+3?", "answer": 5})))
