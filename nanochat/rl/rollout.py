@@ -155,16 +155,15 @@ def roll_out(
     `reference` returns the model that `policy.kl` pulls tokens back to, and is called once, after
     sampling; without it, nothing is pulled.
     """
-    own_numbers = list(numbers[compute.rank :: compute.world_size])
     all_prompts = [tokenizer.render_prompt(task[number]) for number in numbers]
-    prompts = all_prompts[compute.rank :: compute.world_size]
-    rounds = _rounds(all_prompts)[compute.rank :: compute.world_size]
+    own = slice(compute.rank, None, compute.world_size)
+    own_numbers, prompts, rounds = numbers[own], all_prompts[own], _rounds(all_prompts)[own]
     engine = groups or _engine_for(prompts, samples, sampling, model, tokenizer)
     # Replies come problem by problem, `samples` for each.
     replies: list[Completion] = [Completion()] * (len(prompts) * samples)
     rewards = [0.0] * len(replies)
     for round_number in sorted(set(rounds)):
-        places = [place for place, own_round in enumerate(rounds) if own_round == round_number]
+        places = [place for place, one in enumerate(rounds) if one == round_number]
         round_replies, _, round_rewards = generate_and_grade(
             task,
             [own_numbers[place] for place in places],
@@ -175,11 +174,10 @@ def roll_out(
             tokenizer,
             compute.pulse.beat,
         )
-        for i, place in enumerate(places):
-            own = slice(place * samples, (place + 1) * samples)
-            of_round = slice(i * samples, (i + 1) * samples)
-            replies[own] = round_replies[of_round]
-            rewards[own] = round_rewards[of_round]
+        targets = [place * samples + i for place in places for i in range(samples)]
+        for target, reply, reward in zip(targets, round_replies, round_rewards, strict=True):
+            replies[target] = reply
+            rewards[target] = reward
     limit = sampling.max_tokens
     overlong = policy.overlong_tokens
     shaped_rewards = [
