@@ -174,10 +174,10 @@ def roll_out(
             tokenizer,
             compute.pulse.beat,
         )
-        targets = [place * samples + i for place in places for i in range(samples)]
-        for target, reply, reward in zip(targets, round_replies, round_rewards, strict=True):
-            replies[target] = reply
-            rewards[target] = reward
+        indices = [place * samples + i for place in places for i in range(samples)]
+        for index, reply, reward in zip(indices, round_replies, round_rewards, strict=True):
+            replies[index] = reply
+            rewards[index] = reward
     limit = sampling.max_tokens
     overlong = policy.overlong_tokens
     shaped_rewards = [

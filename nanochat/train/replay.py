@@ -271,16 +271,18 @@ def _written(base: Base, tokens: int, longest: int, seed: int, compute: Compute)
         # The second round makes up for the texts of the first that end before they are `longest`.
         for _ in range(2):
             written = sum(len(text.ids) for text in texts)
-            average = written / len(texts) if texts else longest
-            count = max(math.ceil((tokens - written) / max(average, longest / 8)), 0)
+            expected_length = max(written / len(texts), longest / 8) if texts else longest
+            count = max(math.ceil((tokens - written) / expected_length), 0)
+            round_starts = list(itertools.islice(starts, count))
+            first_seed = seed + len(texts)
             requests = [
-                (start, Sampling(temperature=1.0, max_tokens=longest, seed=seed + len(texts) + i))
-                for i, start in enumerate(itertools.islice(starts, count))
+                (start, Sampling(temperature=1.0, max_tokens=longest, seed=first_seed + i))
+                for i, start in enumerate(round_starts)
             ]
             completions = engine.complete(
                 requests, lambda i, completion: progress.advance(len(completion.tokens))
             )
-            for (start, _sampling), completion in zip(requests, completions, strict=True):
+            for start, completion in zip(round_starts, completions, strict=True):
                 trained = [int(not forced) for forced in completion.forced]
                 texts.append(Rendered([*start, *completion.tokens], [0] * len(start) + trained))
     return texts
