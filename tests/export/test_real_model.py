@@ -102,8 +102,9 @@ def test_logits_and_greedy_replies_are_those_of_transformers(
 
 
 def test_a_step_of_fine_tuning_with_an_adapter(real_model: Path, tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "In Paris."}]
-    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 8)
+    reply = {"role": "assistant", "content": "In Paris."}
+    chats = [{"messages": [{"role": "user", "content": f"Where is house {number}?"}, reply]} for number in range(8)]
+    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
     flags = {"model": real_model, "data": (str(tmp_path / "chats.jsonl"),), "max_length": 64, "num_iterations": 2,
              "target_examples_per_step": 2, "replay_every": 0, "device_batch_size": 1, "learning_rate": 1e-3, "compile": False,
              "out_tag": "paris"}  # fmt: skip

@@ -62,8 +62,9 @@ def fill(page: Page, **values: str) -> None:
 def test_a_run_outlives_its_page_and_its_server(browser: Browser, tmp_path: Path, tuned: Path):
     (tmp_path / "model").mkdir()
     write_folder(tmp_path / "model", "qwen3")
-    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "<b>sat</b>"}]
-    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps({"messages": messages})] * 40))
+    reply = {"role": "assistant", "content": "<b>sat</b>"}
+    chats = [{"messages": [{"role": "user", "content": f"cat {number}"}, reply]} for number in range(40)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     port = socket.create_server(("127.0.0.1", 0)).getsockname()[1]
     url = f"http://127.0.0.1:{port}/runs"
 
