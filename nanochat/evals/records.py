@@ -45,6 +45,9 @@ class Records:
     one answer. The file appears only when the task is finished, so that a saved score is always
     final. Every rank adds its own answers. The ranks must share the folder, just as they share the
     base folder.
+
+    The name of the file ends with a hash of all that the answers depend on, so an evaluation with
+    another model or other settings writes another file.
     """
 
     def __init__(
@@ -56,13 +59,15 @@ class Records:
     ):
         """Prepare to write the file of a task to `folder`.
 
-        `about` describes everything that the answers depend on: the model, settings and data.
+        `about` describes everything that the answers depend on: the model, settings and data. Only
+        rank 0 must know all of it.
         """
         name = re.sub(r"[^\w.-]+", "_", task)
-        self.path = folder / f"{name}.jsonl"
+        self._about = {"task": task, **about}
+        digest = hashlib.sha256(to_json(self._about).encode()).hexdigest()[:8]
+        self.path = folder / f"{name}-{digest}.jsonl"
         self._folder = folder
         self._name = name
-        self._about = {"task": task, **about}
         self._compute = compute
         self._records: list[tuple[int, Fields]] = []
 

@@ -127,7 +127,10 @@ def test_records_are_of_one_model_and_settings() -> None:
     assert records.saved_score() == {"acc": 0.5}
     assert [line["id"] for line in read_records(records.path)[1]] == ["a", "b"]
     for about in ({"model": "y", "shots": 5}, {"model": "x", "shots": 0}, {"model": "x"}):
-        assert Records(on_folder(), "a task/1", about, on_cpu()).saved_score() is None
+        other = Records(on_folder(), "a task/1", about, on_cpu())
+        assert other.saved_score() is None
+        other.finish({"acc": 0.25})
+    assert records.saved_score() == {"acc": 0.5}  # the others erased nothing
     records.path.write_text("{cut")
     assert records.saved_score() is None
 

@@ -78,8 +78,8 @@ def test_multiple_choice_is_measured_by_letters_and_by_likelihood(model: Path) -
         rows["ARC-Easy acc"]["accuracy"],
         rows["ARC-Easy acc_norm"]["accuracy"],
     )
-    files = sorted(path.name for path in (base_dir() / "records" / "published-qwen3-000000").iterdir())
-    assert files == ["ARC-Easy.jsonl", "ARC-Easy_likelihood.jsonl"]
+    files = sorted(path.stem[:-9] for path in (base_dir() / "records" / "published-qwen3-000000").iterdir())
+    assert files == ["ARC-Easy", "ARC-Easy", "ARC-Easy_likelihood"]  # the second is of base_eval
     only: Any = chat_eval.chat_eval(chat_eval.Config(model=model, by="likelihood", **ARC), on_cpu())
     assert list(only) == ["ARC-Easy likelihood"]
 
@@ -91,7 +91,7 @@ def test_an_adapter_and_its_run_are_the_same_model_under_names_that_tell_them_ap
     tuned: Any = chat_eval.chat_eval(chat_eval.Config(source="tune", **ARC), on_cpu())
     chat_eval.chat_eval(chat_eval.Config(model=model, **ARC), on_cpu())
     records = base_dir() / "records"
-    answers = [read_records(records / name / "ARC-Easy.jsonl")[1]
+    answers = [read_records(next((records / name).glob("ARC-Easy-*.jsonl")))[1]
                for name in ("published-qwen3_made_step_2-000000", "tune-made-000002", "published-qwen3-000000")]  # fmt: skip
     logprobs = [[value for answer in lines for value in answer["logprobs"].values()] for lines in answers]
     assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4) and logprobs[0] != pytest.approx(logprobs[2], abs=1e-3)
