@@ -66,8 +66,13 @@ class Loaded:
 
     @property
     def weights(self) -> str:
-        """A string of one or two hashes that identifies the model's parameters."""
-        return weights_hash(self.meta)
+        """A hash that identifies the model's parameters and, for an adapter, its base model."""
+        own_hash = weights_hash(self.meta)
+        if "base" not in self.meta:
+            return own_hash
+        # The base's config.json may change beside the same weights.
+        content = f"{own_hash} {self.meta['base']['mark']} {self.model.config!r}"
+        return sha256(content.encode()).hexdigest()
 
 
 def newest_whole(folder: Path, compute: Compute, training: bool = True) -> int | None:

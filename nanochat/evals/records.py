@@ -1,16 +1,31 @@
 """Saves and reads a model's answers to all questions of a task, together with the score."""
 
 import hashlib
+import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nanochat import device
-from nanochat.common import UserError, base_dir, parse_json, to_json, tr, write_atomic
+from nanochat.common import (
+    UserError,
+    base_dir,
+    parse_json,
+    sha256_of,
+    to_json,
+    tr,
+    write_atomic,
+)
 from nanochat.device import Compute
+from nanochat.prepare.conversations import RENDERING
 
 Fields = Mapping[str, Any]  # a JSON object
+
+PACKAGE = Path(__file__).parent.parent
+# The code that asks and grades, beside the modules of tasks. When a file changes, answers that were
+# saved before are not used.
+GRADERS = ("evals/*.py", "generate/reply.py", "data/calculator.py", "data/tinyworld/**/*.py")
 
 
 def records_dir(stage: str, tag: str, step: int) -> Path:
@@ -23,18 +38,28 @@ def records_dir(stage: str, tag: str, step: int) -> Path:
 
 
 def fingerprint(task: Any, limit: int | None = None) -> str:
-    """Return a hash of the first `limit` questions of a task and their answers.
+    """Return a hash of the first `limit` questions of a task, their answers, and the task's code.
 
     If the task has a method `cloze`, the values that it returns are hashed instead of the task's
-    items.
+    items. The code is that of all modules in the folder of the task's module, since tasks share
+    functions.
     """
-    digest = hashlib.sha256()
+    modules = Path(inspect.getfile(type(task))).parent.glob("*.py")
+    digest = hashlib.sha256(_code_hash(modules).encode())
     count = len(task)
     if limit is not None:
         count = min(limit, count)
     for i in range(count):
         question = task.cloze(i) if hasattr(task, "cloze") else task[i]
         digest.update(repr(question).encode())
+    return digest.hexdigest()[:16]
+
+
+def _code_hash(files: Iterable[Path]) -> str:
+    """Return a hash of the names and the contents of source files."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(f"{path.name} {sha256_of(path)}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -46,8 +71,8 @@ class Records:
     final. Every rank adds its own answers. The ranks must share the folder, just as they share the
     base folder.
 
-    The name of the file ends with a hash of all that the answers depend on, so an evaluation with
-    another model or other settings writes another file.
+    The name of the file ends with a hash of all that the answers depend on, the code of the graders
+    included, so an evaluation with another model or other settings writes another file.
     """
 
     def __init__(
@@ -63,7 +88,9 @@ class Records:
         rank 0 must know all of it.
         """
         name = re.sub(r"[^\w.-]+", "_", task)
-        self._about = {"task": task, **about}
+        graders = _code_hash(path for pattern in GRADERS for path in PACKAGE.glob(pattern))
+        code = {"rendering": RENDERING, "graders": graders}
+        self._about = {"task": task, **about, "code": code}
         digest = hashlib.sha256(to_json(self._about).encode()).hexdigest()[:8]
         self.path = folder / f"{name}-{digest}.jsonl"
         self._folder = folder

@@ -1,5 +1,7 @@
 """Multiple choice as texts: tokens as lm-evaluation-harness splits them, four counts, records, and broken tasks."""
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Cloze
+from nanochat.evals import records as records_module
 from nanochat.evals.choices import Picks, evaluate_choices, pick, rows_of
 from nanochat.evals.likelihood import Likelihood, PromptRow, score_rows
 from nanochat.evals.records import Records, fingerprint, read_records
@@ -133,6 +136,26 @@ def test_records_are_of_one_model_and_settings() -> None:
     assert records.saved_score() == {"acc": 0.5}  # the others erased nothing
     records.path.write_text("{cut")
     assert records.saved_score() is None
+
+
+def test_answers_of_graders_that_have_changed_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(any(records_module.PACKAGE.glob(pattern)) for pattern in records_module.GRADERS)
+    shared, grader = tmp_path / "shared.py", tmp_path / "evals" / "chat.py"
+    grader.parent.mkdir()
+    monkeypatch.setattr(records_module, "PACKAGE", tmp_path)
+    monkeypatch.setattr(inspect, "getfile", lambda kind: str(tmp_path / "texts.py"))
+
+    def saved() -> Records:
+        return Records(on_folder(), "texts", {"data": fingerprint(Texts(5))}, on_cpu())
+
+    for module in (shared, grader):
+        saved().finish({"acc": 0.5})
+        assert saved().saved_score() == {"acc": 0.5}
+        module.write_text("# another grader")
+        assert saved().saved_score() is None
+    saved().finish({"acc": 0.5})
+    monkeypatch.setattr(records_module, "RENDERING", -1)
+    assert saved().saved_score() is None
 
 
 def test_a_fingerprint_follows_the_questions() -> None:

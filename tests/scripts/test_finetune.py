@@ -356,9 +356,15 @@ def test_what_cannot_be_trained_is_named_before_the_first_step(models: Path, tmp
     assert "lacks 1 of 2 weight files" in refused(models, model=tmp_path / "partial")
 
 
-def test_an_adapter_whose_base_is_gone_says_so(models: Path, tmp_path: Path) -> None:
+def test_an_adapter_whose_base_has_changed_is_another_model_and_one_whose_base_is_gone_says_so(
+    models: Path, tmp_path: Path
+) -> None:
     shutil.copytree(models / "qwen3", tmp_path / "mine")
     finetune.train(config(models, model=tmp_path / "mine", num_iterations=1), on_cpu())
+    before = load_model("tune", "made", None, on_cpu()).weights
+    config_file = tmp_path / "mine" / "config.json"
+    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "rms_norm_eps": 0.1}))
+    assert load_model("tune", "made", None, on_cpu()).weights != before  # so kept answers are not used
     shutil.rmtree(tmp_path / "mine")
     with pytest.raises(UserError, match=r"is an adapter of the model in .*mine, which is gone"):
         load_model("tune", "made", None, on_cpu())
