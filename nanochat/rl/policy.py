@@ -54,7 +54,7 @@ class PolicyFlags:
     oversample: Rare[int] = 1
     """sample so many times examples_per_step problems; train on the first ones whose replies differ in reward"""
     overlong_tokens: Rare[int] = 0
-    """replies that reach into the last so many tokens of max_new_tokens lose up to 1 of their reward.
+    """replies that reach into the last so many tokens of max_new_tokens, or of the context, lose up to 1 of their reward.
     0: replies that were cut off are not trained on"""
 
     @property
@@ -118,6 +118,9 @@ def shaped(reward: float, length: int, limit: int, overlong: int) -> float:
 
     The penalty grows from 0 to 1 over the last `overlong` tokens below `limit` (DAPO's soft
     punishment); if `overlong` is 0, there is none. `length` is the number of tokens of the reply.
+
+    If `limit` is less than `overlong`, the penalty does not begin at 0. What all replies to a problem
+    lose alike then has no effect on their advantages.
     """
     return reward - max(length - (limit - overlong), 0) / overlong if overlong else reward
 

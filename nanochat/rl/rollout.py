@@ -180,10 +180,12 @@ def roll_out(
             rewards[index] = reward
     limit = sampling.max_tokens
     overlong = policy.overlong_tokens
-    shaped_rewards = [
-        shaped(reward, len(reply.tokens), limit, overlong)
-        for reward, reply in zip(rewards, replies, strict=True)
-    ]
+    shaped_rewards = []
+    for index, (reward, reply) in enumerate(zip(rewards, replies, strict=True)):
+        room = model.config.sequence_len - len(prompts[index // samples])
+        # After a long prompt, the context cuts a reply before it has `limit` tokens.
+        shaped_reward = shaped(reward, len(reply.tokens), min(limit, room), overlong)
+        shaped_rewards.append(shaped_reward)
     if shuffle:
         shaped_rewards = _shuffled(
             shaped_rewards, len(numbers), samples, str(sampling.seed), compute

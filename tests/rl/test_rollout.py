@@ -1,7 +1,7 @@
 """What RL trains on: which tokens, with what weight, on any split into passes and ranks."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import pytest
@@ -15,6 +15,7 @@ from nanochat.engine import Completion, Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
 from nanochat.rl import rollout
+from nanochat.rl.groups import Groups
 from nanochat.rl.policy import PolicyFlags, shuffled
 from nanochat.runtime import parallel
 from nanochat.step import LossScale, Outcome
@@ -272,6 +273,22 @@ def test_replies_near_the_limit_lose_reward_and_are_trained_on():
     _, samples = rolled(policy=PolicyFlags(overlong_tokens=5))
     cut = [sample for sample in samples if sample.completion.finish == "length"]
     assert cut and all(any(sample.weights) for sample in cut)
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_replies_that_the_context_cuts_lose_as_much_as_those_that_the_limit_cuts(monkeypatch, trees: bool):
+    model = talkative()
+    longest = max(len(TOKENIZER.render_prompt(Even()[i])) for i in NUMBERS)
+    model.config = replace(model.config, sequence_len=longest + 8)  # the limit is 10 tokens
+    monkeypatch.setattr(rollout, "advantages", lambda rewards, kind: rewards)
+    monkeypatch.setattr(Even, "grade_all", lambda self, problems, replies: [2.0] * len(replies), raising=False)
+    _, samples = rollout.roll_out(
+        Even(), NUMBERS, 4, SAMPLING, 8, model, TOKENIZER, on_cpu(), PolicyFlags(overlong_tokens=5),
+        groups=Groups(model, TOKENIZER) if trees else None,
+    )  # fmt: skip
+    cut = [sample for sample in samples if sample.completion.finish == "length"]
+    assert {len(sample.completion.tokens) for sample in cut} == {8, 10}
+    assert all(max(sample.weights) == 1.0 for sample in cut)
 
 
 def test_a_ratio_gets_the_sampler_s_log_probabilities():
