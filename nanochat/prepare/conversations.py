@@ -35,7 +35,10 @@ RENDERING = 2  # part of a folder's hash; raise it when conversations become oth
 
 
 class ConversationSplits(Protocol):
-    """Conversations to train and validate on, with a key that identifies their content."""
+    """Conversations to train and validate on, with a name and a key that identifies their content."""
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def key(self) -> str: ...

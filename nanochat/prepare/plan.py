@@ -48,6 +48,7 @@ def plan(
     cut: bool,
     too_long: TooLong | None = None,
     pairs: bool = False,
+    title: str | None = None,
 ) -> Plan:
     """Return the packing plan of a token set, making and saving it on first use.
 
@@ -65,7 +66,8 @@ def plan(
     half a row, or the space that the other one leaves. A pair is left out if one of its
     conversations has no trained token left.
 
-    Raises UserError if nothing is left to put into rows.
+    Raises UserError if nothing is left to put into rows. It names the texts as `title` or, without
+    it, by their folder.
     """
     assert too_long or not pairs
     words = ["plan", str(row_tokens), "cut" if cut else "whole"]
@@ -80,7 +82,8 @@ def plan(
         with locked(token_set.folder / f".{folder.name}.lock"):
             saved = _load_plan(folder, key, row_tokens)  # another process may have planned it
             if saved is None:
-                _make_plan(token_set, folder, row_tokens, cut, too_long, pairs, key)
+                title = title or str(token_set.folder)
+                _make_plan(token_set, folder, row_tokens, cut, too_long, pairs, key, title)
                 saved = _load_plan(folder, key, row_tokens)
     assert saved is not None
     if saved.cut_conversations:
@@ -208,6 +211,7 @@ def _make_plan(
     too_long: TooLong | None,
     pairs: bool,
     key: str,
+    title: str,
 ) -> None:
     """Pack the documents of a token set into rows, and save the plan.
 
@@ -246,12 +250,16 @@ def _make_plan(
             starts = starts[has_targets] + 1
             lengths = lengths[has_targets] - 1
     if not len(starts):
+        reason = tr("what is trained of them lies beyond the end of a row")
+        if too_long == "drop":
+            reason = tr("they are dropped")
         raise UserError(
             tr(
-                "{folder} holds nothing to train on that fits into rows of {row_tokens} "
-                "tokens; use longer rows or more data",
-                folder=token_set.folder,
+                "nothing to train on fits into rows of {row_tokens} tokens in {title}: all are "
+                "longer, and {reason}. Use longer rows, or more or shorter conversations",
                 row_tokens=row_tokens - 1,
+                title=title,
+                reason=reason,
             )
         )
     packing = pack(starts, lengths, row_tokens, cut)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
+from nanochat.common import tr
 from nanochat.data.conversation import Conversation
 from nanochat.dataloader import Rows
 from nanochat.prepare.conversations import (
@@ -106,6 +107,7 @@ def conversation_rows(
     masked: bool,
     too_long: TooLong | None = None,
     pairs: bool = False,
+    title: str | None = None,
 ) -> Rows:
     """Return rows of `length` tokens made of conversations; see plan() for those that do not fit.
 
@@ -113,11 +115,12 @@ def conversation_rows(
     PackedRows; with `pairs` as well, they are PairRows.
 
     The tokens are saved in `chat_data/<name>-<hash>`. `key` identifies the content: `conversations`
-    is called only if no tokens with this key are saved.
+    is called only if no tokens with this key are saved. Raises UserError, naming the conversations
+    as `title`, if none of them fits.
     """
     folder = conversation_folder(name, tokenizer, key)
     token_set = prepare_conversations(folder, conversations, tokenizer, key)
-    row_plan = plan(token_set, length + 1, cut=False, too_long=too_long, pairs=pairs)
+    row_plan = plan(token_set, length + 1, cut=False, too_long=too_long, pairs=pairs, title=title)
     if pairs:
         return PairRows(token_set, row_plan, tokenizer.bos, seed, masked)
     if too_long:
@@ -141,6 +144,8 @@ def chat_rows(
     """
     key = conversations.key
     options = (tokenizer, length, seed, masked, too_long, pairs)
-    train = conversation_rows(stage, conversations.train, key, *options)
-    val = conversation_rows(f"{stage}-val", conversations.val, key, *options)
+    title = tr("the training conversations of {name}", name=conversations.name)
+    train = conversation_rows(stage, conversations.train, key, *options, title)
+    title = tr("the held-out conversations of {name}", name=conversations.name)
+    val = conversation_rows(f"{stage}-val", conversations.val, key, *options, title)
     return train, val

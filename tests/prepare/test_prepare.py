@@ -22,7 +22,8 @@ from nanochat.prepare.documents import prepare_documents
 from nanochat.prepare.plan import plan
 from nanochat.prepare.token_files import TokenSet, open_tokens
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
-from nanochat.train.chat_rows import conversation_rows
+from nanochat.train.chat_rows import chat_rows, conversation_rows
+from tasks.mixtures import Mix
 
 DOCUMENTS = [f"Document {i}: the number {i} has {len(str(i))} digits. 第{i}号文档。" for i in range(600)]
 TOKENIZER = Tokenizer.train(DOCUMENTS, 360)
@@ -275,8 +276,16 @@ def test_long_conversations_are_cut_before_user_turns_counted_and_said(tmp_path,
 
 def test_nothing_to_train_in_rows_that_short_is_refused(tmp_path):
     tokens = prepare_conversations(tmp_path / "t", [chat("q" * 50, "a")], TOKENIZER, "k")
-    with pytest.raises(UserError, match="nothing to train on that fits into rows of 4 tokens"):
+    with pytest.raises(UserError, match="nothing to train on fits into rows of 4 tokens"):
         plan(tokens, 5, cut=False)
+
+
+@pytest.mark.parametrize(("too_long", "reason"), [("cut", "lies beyond the end of a row"), ("drop", "are dropped")])
+def test_held_out_conversations_that_are_all_too_long_are_named_by_their_file(too_long, reason):
+    held_out, *trained = [chat("q" * (100 if i == 0 else 1), f"a {i}") for i in range(6)]
+    mixture = Mix("mine.jsonl", "k", lambda: [held_out, *trained])
+    with pytest.raises(UserError, match=rf"rows of 20 tokens in the held-out conversations of mine\.jsonl.* {reason}"):
+        chat_rows("tune", mixture, TOKENIZER, 20, 1, True, too_long)
 
 
 # --- command line --------------------------------------------------------------------------------

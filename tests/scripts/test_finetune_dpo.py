@@ -111,7 +111,7 @@ def test_what_cannot_be_trained_is_named_before_the_first_step(models: Path) -> 
     for flags, rule in (
         ({"data": (str(models / "chats.jsonl"),)}, 'line 1: a pair of answers needs the keys "chosen" and "rejected"'),
         ({"dpo_beta": -1.0}, "the beta of DPO must be above 0, got -1"),
-        ({"max_length": 8}, "holds nothing to train on that fits into rows of 8 tokens"),
+        ({"max_length": 8}, "into rows of 8 tokens in the training conversations of"),
     ):
         with pytest.raises(UserError, match=rule):
             finetune.train(config(models, **flags), on_cpu())
