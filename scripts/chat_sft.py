@@ -96,7 +96,11 @@ def train(cfg: Config, compute: Compute) -> None:
     every = traits(corpus).answers_documents_every if cfg.chats.conversations is None else 0
     rows, documents = cfg.chats.with_documents(rows, corpus, every, tokenizer, cfg.run.seed)
     steps = cfg.epochs.steps_over(
-        rows, batch.rows_per_step, f"{mixture.name}{documents}", cfg.batch.smaller_steps
+        rows.count,
+        length,
+        batch.rows_per_step,
+        f"{mixture.name}{documents}",
+        cfg.batch.smaller_steps,
     )
 
     rates = cfg.rates.for_batch(batch.tokens_per_step)

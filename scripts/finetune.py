@@ -36,8 +36,9 @@ from nanochat.planner.needs import log_needs
 from nanochat.planner.tuning import check_fits
 from nanochat.platforms.base import dtype_name
 from nanochat.prepare.conversations import conversation_lengths
+from nanochat.prepare.interleave import rows_with
 from nanochat.prepare.plan import TooLong
-from nanochat.run import Plan, Run, launch, open_folder
+from nanochat.run import Plan, Run, RunFolder, launch, open_folder
 from nanochat.train import replay, sizes, tuning_rules
 from nanochat.train.chat_rows import PairRows, chat_rows
 from nanochat.train.fit import probe
@@ -350,11 +351,8 @@ def validate(
     run.record(**{FIGURE: general.measure(run.step, rows)})
 
 
-def train(cfg: Config, compute: Compute) -> None:
-    """Fine-tune a model, resuming from any checkpoint that --resume selects."""
-    begun = begun_settings(checkpoint_dir("tune", cfg.tag), cfg.run.resume, compute)
-    preference = cfg.objective.preference
-    passages = read_passages(cfg.general_text)
+def open_model(cfg: Config, compute: Compute) -> Base:
+    """Return the model to tune, whose rows have --max_length tokens if that is a number."""
     base = open_base(
         cfg.model,
         None if cfg.max_length == "auto" else cfg.max_length,
@@ -364,11 +362,23 @@ def train(cfg: Config, compute: Compute) -> None:
         cfg.adapter.base_bits,
     )
     base.warn_if_replies_never_end()
-    if not begun:
-        replay.check_replay(cfg.replay_every, cfg.objective.loss, base, compute)
-    read_mixture = own_pairs if preference else own_conversations
-    mixture = read_mixture(cfg.data, cfg.skip_bad_lines)
-    has_room = begun[ROOM_FACT] == "yes" if begun else replay.has_room(base, compute)
+    return base
+
+
+def room_for_own_words(cfg: Config, base: Base, compute: Compute) -> bool:
+    """Return whether the device can hold the whole model, or could when the run began.
+
+    Every rank must call this. Raises UserError if a new run cannot have own words as its flags ask.
+    """
+    begun = begun_settings(checkpoint_dir("tune", cfg.tag), cfg.run.resume, compute)
+    if begun:
+        return begun[ROOM_FACT] == "yes"
+    replay.check_replay(cfg.replay_every, cfg.objective.loss, base, compute)
+    return replay.has_room(base, compute)
+
+
+def open_run(cfg: Config, base: Base, mixture: Mix, has_room: bool, compute: Compute) -> RunFolder:
+    """Return the folder of the run, after checking that it can be used; see open_folder()."""
     folder = open_folder(
         "tune",
         cfg.tag,
@@ -389,6 +399,18 @@ def train(cfg: Config, compute: Compute) -> None:
             path=folder.path,
         )
     )
+    return folder
+
+
+def train(cfg: Config, compute: Compute) -> None:
+    """Fine-tune a model, resuming from any checkpoint that --resume selects."""
+    preference = cfg.objective.preference
+    passages = read_passages(cfg.general_text)
+    base = open_model(cfg, compute)
+    has_room = room_for_own_words(cfg, base, compute)
+    read_mixture = own_pairs if preference else own_conversations
+    mixture = read_mixture(cfg.data, cfg.skip_bad_lines)
+    folder = open_run(cfg, base, mixture, has_room, compute)
 
     # The length of rows, how a step is split, and how long the run is
     length = row_tokens(cfg, mixture, base)
@@ -416,21 +438,20 @@ def train(cfg: Config, compute: Compute) -> None:
         compute,
         folder.begun_rows,
     )
-    epochs = cfg.epochs.resolved(rows.conversations, model.config.n_embd)
     replay_every = replay.resolve_every(cfg.replay_every, cfg.objective.loss, rows, has_room)
-    if replay_every and not cfg.forecast:
-        mixed_rows = rows.count * replay_every // (replay_every - 1)
-        run_rows = epochs.items_read(mixed_rows, batch.rows_per_step)
-        rows = replay.with_own_words(rows, replay_every, base, run_rows, cfg.run.seed, compute)
-    steps = epochs.steps_over(rows, batch.rows_per_step, mixture.name, cfg.batch.smaller_steps)
-    if replay_every and cfg.forecast and epochs.num_iterations is None:
-        # A forecast writes no own words, so it adds the steps that their rows would take.
-        steps = steps * replay_every // (replay_every - 1)
+    epochs = cfg.epochs.resolved(rows.conversations, model.config.n_embd)
+    row_count = rows_with(rows.count, replay_every)
+    steps = epochs.steps_over(
+        row_count, length, batch.rows_per_step, mixture.name, cfg.batch.smaller_steps
+    )
     tuning = forecast_of(cfg, batch, base, compute)
     check_fits(tuning, model, compute, always=cfg.forecast)
     if cfg.forecast:
         log_needs(tuning, model, batch, steps, folder.path, cfg.run.keep, compute)
         return
+    if replay_every:
+        run_rows = steps * batch.rows_per_step
+        rows = replay.with_own_words(rows, replay_every, base, run_rows, cfg.run.seed, compute)
 
     # The published weights, and AdamW for their adapters or for all of them
     rates = OneRate(cfg.rate(model.config.n_embd, steps, replay_every > 0), cfg.weight_decay)

@@ -93,7 +93,11 @@ def train(cfg: Config, compute: Compute) -> None:
         rows, corpus, traits(corpus).documents_every, tokenizer, cfg.run.seed
     )
     steps = cfg.epochs.steps_over(
-        rows, batch.rows_per_step, f"{mixture.name}{documents}", cfg.batch.smaller_steps
+        rows.count,
+        length,
+        batch.rows_per_step,
+        f"{mixture.name}{documents}",
+        cfg.batch.smaller_steps,
     )
     warn_of_missing(corpus)
 

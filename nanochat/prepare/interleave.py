@@ -135,6 +135,14 @@ class MixedRows:
         return tensors
 
 
+def rows_with(count: int, every: int) -> int:
+    """Return the rows of an epoch of `count` rows when one row in `every` comes from a second set.
+
+    If `every` is 0, there is no second set.
+    """
+    return count * every // (every - 1) if every else count
+
+
 def blend(
     first: RowSource,
     second: RowSource,
@@ -154,5 +162,4 @@ def blend(
             2,
         )
     key = f"{first.key} {second.key} {every}"  # checkpoints contain this key
-    count = first.count * every // (every - 1)
-    return MixedRows([first, second], [every - 1, 1], count, key)
+    return MixedRows([first, second], [every - 1, 1], rows_with(first.count, every), key)

@@ -336,12 +336,6 @@ class Epochs:
     num_iterations: int | None = None
     """number of steps; overrides num_epochs"""
 
-    def items_read(self, items: int, items_per_step: int) -> int:
-        """Return how many rows, or other items, a run reads of a set of `items`."""
-        if self.num_iterations is not None:
-            return self.num_iterations * items_per_step
-        return int(self.num_epochs * items)
-
     def steps(self, items: int, items_per_step: int, smaller_steps: str) -> int:
         """Return the number of steps that the flags ask for.
 
@@ -351,7 +345,7 @@ class Epochs:
         """
         if self.num_iterations is not None:
             return self.num_iterations
-        steps = max(self.items_read(items, items_per_step) // items_per_step, 1)
+        steps = max(int(self.num_epochs * items) // items_per_step, 1)
         if steps < FEW_STEPS:
             enough = f"--num_epochs={-(-2 * FEW_STEPS * items_per_step // items)}"
             advice = enough
@@ -371,15 +365,20 @@ class Epochs:
             )
         return steps
 
-    def steps_over(self, rows: Source, rows_per_step: int, name: str, smaller_steps: str) -> int:
-        """Return the number of steps over `rows`, and log it with their `name`; see steps()."""
-        steps = self.steps(rows.count, rows_per_step, smaller_steps)
+    def steps_over(
+        self, count: int, row_tokens: int, rows_per_step: int, name: str, smaller_steps: str
+    ) -> int:
+        """Return the number of steps over `count` rows of data, and log it with the data's name.
+
+        steps() describes `smaller_steps`.
+        """
+        steps = self.steps(count, rows_per_step, smaller_steps)
         log(
             tr(
                 "data: {name}, {count:,} rows of {row_tokens} tokens; {steps:,} steps",
                 name=name,
-                count=rows.count,
-                row_tokens=rows.row_tokens - 1,
+                count=count,
+                row_tokens=row_tokens,
                 steps=steps,
             )
         )

@@ -391,6 +391,18 @@ def test_a_forecast_tells_memory_disk_and_time_and_trains_nothing(models: Path, 
     assert 0.8 * tensors < checkpoint < 1.3 * tensors
 
 
+def test_a_forecast_counts_the_steps_that_the_run_takes(models: Path, capsys: Any) -> None:
+    """Own words fill rows too, which a forecast counts without writing them."""
+    flags: Any = {"num_iterations": None, "num_epochs": 1.0, "replay_every": 2, "max_length": 40,
+                  "target_examples_per_step": 5}  # fmt: skip
+    counts = []
+    for own in ({"forecast": True}, {"stop_at": 1, "eval_every": 0}):
+        finetune.train(config(models, **flags, **own), on_cpu())
+        said = capsys.readouterr().out
+        counts += [line for line in said.splitlines() if line.startswith("data: ")]
+    assert counts == ["data: chats.jsonl, 216 rows of 40 tokens; 43 steps"] * 2  # of 108 rows of data, 21 steps
+
+
 def test_a_run_does_not_resume_on_a_base_whose_settings_were_changed(models: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(models / "qwen3", tmp_path / "qwen3")
     finetune.train(config(models, model=copy, stop_at=1), on_cpu())
