@@ -320,11 +320,11 @@ def base_of_adapter(meta: dict[str, Any], where: Path) -> tuple[Path, "LoraConfi
     `meta` is the meta.json of the step in the folder `where`. Raises UserError if the model is
     missing or has changed.
     """
-    from nanochat.checkpoint_manager.huggingface.weights import folder_mark
+    from nanochat.checkpoint_manager.huggingface.weights import is_marked
     from nanochat.models.lora import LoraConfig
 
     base = Path(meta["base"]["folder"])
-    if not (base / "config.json").is_file() or folder_mark(base) != meta["base"]["mark"]:
+    if not (base / "config.json").is_file() or not is_marked(base, meta["base"]["mark"]):
         state = tr("another one now") if base.is_dir() else tr("gone")
         raise UserError(
             tr(

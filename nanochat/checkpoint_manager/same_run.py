@@ -29,6 +29,7 @@ REPLACED = {"fp8": ("matmul", "fp8")}
 FORMER_FACTS = ("held out", "automatic learning rate")
 # A hash of the settings and the chat format of a published model. Version 1.0.0 did not record it.
 BASE_FACT = "config.json and chat template"
+PARENT = "parent"
 MATMUL = "matmul"
 # Names in made_with(): hashes of the files that the program has loaded, and of all other files.
 CODE = ("code", "other_code")
@@ -80,7 +81,8 @@ class RunSettings:
         """Return a list with a phrase for each setting whose value differs from that in `saved`.
 
         Free and removed flags and FORMER_FACTS are ignored, and BASE_FACT too if `saved` lacks it.
-        Old names of flags are translated.
+        Old names of flags are translated. The parent of a run of version 1.0.0 ends with a shorter
+        mark of the published model, with which today's mark begins.
         """
         removed = {*removed_flags(), *FORMER_FACTS}
         renamed = {
@@ -95,6 +97,8 @@ class RunSettings:
             default = self.defaults.get(name)
             value_before = renamed.get(name, default)
             value_now = self.values.get(name, default)
+            if name == PARENT and value_before and str(value_now).startswith(value_before):
+                continue
             if value_before != value_now:
                 label = f"--{name}" if name in self.defaults else name
                 changes.append(

@@ -64,6 +64,13 @@ def test_of_the_facts_that_a_checkpoint_lacks_only_the_newest_does_not_matter() 
     assert RunSettings.of(Old(), **{BASE_FACT: "2"}).changes({**saved.values, BASE_FACT: "1"})
 
 
+def test_a_shorter_mark_of_the_same_model_is_the_same_parent() -> None:
+    now = RunSettings.of(Old(), parent="qwen3 0123abcd")
+    assert not now.changes({**now.values, "parent": "qwen3 0123"})
+    for other in ("qwen3 0124", "qwen3 0123abcde", None, ""):
+        assert now.changes({**now.values, "parent": other})
+
+
 def test_facts_that_are_no_longer_recorded_do_not_matter() -> None:
     saved = {**RunSettings.of(Old(depth=4)).values, "held out": "one in 10"}
     check_settings(Path("run"), meta(saved), RunSettings.of(Old(depth=4)))

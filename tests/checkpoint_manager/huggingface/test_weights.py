@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanochat.checkpoint_manager.families import build, family_of
-from nanochat.checkpoint_manager.huggingface.weights import load_qwen
+from nanochat.checkpoint_manager.huggingface.weights import folder_mark, is_marked, load_qwen
 from nanochat.common import UserError
 from nanochat.models.qwen.model import Qwen
 from tests.support.qwens import CONFIGS, published, tiny_qwen
@@ -32,6 +32,19 @@ def folder_of(model: Qwen, folder: Path, shards: int = 2, **extra: Any) -> Path:
         places |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     return folder
+
+
+def test_weights_that_differ_between_the_ends_of_their_file_have_another_mark(tmp_path: Path) -> None:
+    """As those of models into which other adapters were merged."""
+    path = tmp_path / "model.safetensors"
+    content = bytearray(8 << 20)
+    path.write_bytes(content)
+    before = folder_mark(tmp_path)
+    first = len(content) // 3
+    content[first : first + len(content) // 256] = bytes([1]) * (len(content) // 256)
+    path.write_bytes(content)
+    assert folder_mark(tmp_path)[:16] == before[:16]  # which was the whole mark once
+    assert not is_marked(tmp_path, before) and is_marked(tmp_path, before[:16])
 
 
 @pytest.mark.parametrize("family", [*CONFIGS, "llama biases"])
