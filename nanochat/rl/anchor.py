@@ -16,7 +16,11 @@ from nanochat.model import Model
 from nanochat.rl.trees import PASS_TOKENS, Sample, logprobs
 
 GRAIN = 8  # rows and tokens of a pass are multiples of this, so that few shapes occur
-# In nats: the pull on a token stops growing once the reference finds it this much more likely.
+# In nats: the pull on a token stops growing once the reference finds it this much more likely. The
+# cap on the model's own words in fine-tuning (train/replay.py) is 1.0, since a run may read those
+# words again, and knows their rare tokens by heart then. Here every step samples new tokens from the
+# policy. The mean of r (see below) over them is about 1, so at most one in exp(5) = 148 reaches the
+# cap. A lower cap would also weaken the pull on tokens that the policy has really come to avoid.
 LARGEST = 5.0
 
 Reply = tuple[tuple[int, ...], tuple[int, ...]]  # the tokens of a prompt and of a reply
