@@ -23,7 +23,6 @@ from nanochat.planner.tuning_speed import program_for, rows_of_step, step_of, wi
 from nanochat.platforms.base import Chip
 from nanochat.runtime.progress import Progress
 from nanochat.train.fit.memory import SHARE
-from nanochat.train.flags import ExampleFlags
 
 PATH = Path(__file__).with_name("recipes.json")
 CARDS = (1, 2, 4, 8)
@@ -341,9 +340,8 @@ def _with_notes(
     notes = (
         first,
         tr(
-            "GiB a card: forecast for passes of one row of {length:,} tokens. Add "
-            "--device_batch_size=auto: a run then takes as many rows as fit, and otherwise up to {rows}.",
-            rows=ExampleFlags.device_batch_size,
+            "GiB a card: forecast for passes of one row of {length:,} tokens. "
+            "A run takes as many rows in a pass as fit.",
             length=next(iter(models.values())).sequence_len,
         ),
         tr(

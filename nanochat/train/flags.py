@@ -423,7 +423,7 @@ class ExampleFlags:
     target_examples_per_step: int | Auto = 32
     """rows per step over all devices; a row holds several whole conversations.
     auto: 32, or fewer where the data makes fewer than 30 such steps, but at least 4 conversations"""
-    device_batch_size: Free[int | Auto] = 4
+    device_batch_size: Free[int | Auto] = "auto"
     """rows per pass on one device, at most; auto: as many as its memory holds.
     Lower it when memory runs out: what is learned stays the same"""
 

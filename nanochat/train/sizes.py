@@ -425,7 +425,8 @@ def batch(
             _other_passes(requested_passes, total, per_pass, unit, product), exit_code=2
         )
     log(tr("step: {product}", product=product))
-    probe = flags.device_batch_size == "auto" and requested_passes is None
+    is_open = flags.device_batch_size == "auto" and requested_passes is None
+    probe = is_open and compute.platform.pass_tokens is None  # on a CPU, more rows are no faster
     return Batch(total, total // length, per_pass, passes, probe)
 
 

@@ -58,6 +58,7 @@ def rl(loss: str, trees: bool, **flags: Any) -> Row:
     return Row("rl", {**sizes, "loss": loss, "trees": trees, **flags})
 
 
+PROBED = {"device_batch_size": "auto"}  # chips try growing passes before the first step
 LOSSES = ("reinforce", "ppo", "cispo", "gspo")
 GRPO = {"advantage": "normalized", "average": "reply", "kl": 0.04, "updates_per_rollout": 2, "init_lr_frac": 0.002}
 TABLE = {
@@ -68,15 +69,15 @@ TABLE = {
     "sft": Row("sft"),
     "sft mean": Row("sft", {"start_share": 0.5}),
     "finetune lora": Row("tune", {"lora_rank": 4, "lora_dropout": 0.1}),
-    "finetune lora 4 bits": Row("tune", {"lora_rank": 4, "base_bits": 4, "family": "qwen3.5"}),
-    "finetune lora own words": Row("tune", {"lora_rank": 4, "replay_every": 2}),
+    "finetune lora 4 bits": Row("tune", {"lora_rank": 4, "base_bits": 4, "family": "qwen3.5", **PROBED}),
+    "finetune lora own words": Row("tune", {"lora_rank": 4, "replay_every": 2, **PROBED}),
     "finetune full": Row("tune", {"lora_rank": 0}),
-    "finetune recomputed": Row("tune", {"lora_rank": 0, "offload_activations": True}),
+    "finetune recomputed": Row("tune", {"lora_rank": 0, "offload_activations": True, **PROBED}),
     "finetune lora qwen3.5": Row("tune", {"lora_rank": 4, "family": "qwen3.5"}),
     "finetune lora llama3": Row("tune", {"lora_rank": 4, "family": "llama3"}),
-    "finetune lora moe": Row("tune", {"lora_rank": 4, "family": "qwen3-moe"}),
+    "finetune lora moe": Row("tune", {"lora_rank": 4, "family": "qwen3-moe", **PROBED}),
     "finetune full qwen3.5": Row("tune", {"lora_rank": 0, "family": "qwen3.5"}),
-    "dpo lora": Row("tune", {"lora_rank": 4, "loss": "dpo"}),
+    "dpo lora": Row("tune", {"lora_rank": 4, "loss": "dpo", **PROBED}),
     "dpo full": Row("tune", {"lora_rank": 0, "loss": "dpo"}),
     "dpo smoothed with sft": Row("tune", {"loss": "dpo", "dpo_label_smoothing": 0.1, "dpo_sft_weight": 0.5}),
     "dpo lora qwen3.5": Row("tune", {"lora_rank": 4, "loss": "dpo", "family": "qwen3.5"}),

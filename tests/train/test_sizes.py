@@ -110,7 +110,6 @@ def split(total: Any, rows: Any, compute: Compute = CPU, passes: int | None = No
 
 def test_a_step_as_given_and_a_lowered_device_batch_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert split(8192, 8, CPU) == Batch(8192, 32, 8, 4, probe=False)
-    assert split(8192, "auto", CPU).probe
     assert "lowered" not in capsys.readouterr().out
     assert split(8192, 8, replace(CPU, world_size=8)) == Batch(8192, 32, 4, 1)
     assert "device_batch_size: lowered from 8 to 4" in capsys.readouterr().out
@@ -183,7 +182,7 @@ def test_an_automatic_step_follows_corpus_and_horizon(
 
 
 def test_a_pass_on_a_cpu_is_4096_tokens() -> None:
-    assert split(2**16, "auto", CPU).device_batch_size == 16
+    assert split(2**16, "auto", CPU) == Batch(2**16, 256, 16, 16, probe=False)
     long = replace(SHAPE, sequence_len=8192)
     assert sizes.batch(BatchFlags(2**16), long, 10**6, UNKNOWN, CPU).device_batch_size == 1
 
@@ -195,7 +194,8 @@ def test_a_pass_on_a_device_fits_its_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert 16 < fit < 32
     for memory, expected in ((80, 16), (8, 1)):
         monkeypatch.setattr(Nvidia, "memory_total", lambda self, memory=memory: memory * 2**30)
-        assert sizes.batch(BatchFlags(2**19), d20, 896_500_000, UNKNOWN, CUDA).device_batch_size == expected
+        batch = sizes.batch(BatchFlags(2**19), d20, 896_500_000, UNKNOWN, CUDA)
+        assert (batch.device_batch_size, batch.probe) == (expected, True)
 
 
 # --- memory --------------------------------------------------------------------------------------

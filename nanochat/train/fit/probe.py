@@ -19,11 +19,11 @@ from nanochat.train.sizes import Batch
 def fit(batch: Batch, model: Model, optimizers: Optimizers, length: int, compute: Compute) -> Batch:
     """Return the split of a step into the largest passes that fit into the memory of every rank.
 
-    Every rank must call this. If the user gave the number of rows or passes, or on a CPU, where
-    larger passes are no faster, `batch` is returned unchanged. The model is left unchanged. Raises
+    Every rank must call this. If the user gave the number of rows or passes, or on a CPU, `batch` is
+    returned unchanged. The model is left unchanged. Raises
     UserError as largest() does, for example if not even one row fits.
     """
-    if not batch.probe or compute.platform.pass_tokens is not None:
+    if not batch.probe:
         return batch
     module = cast(nn.Module, model)
     rows_of_rank = batch.rows_per_step // compute.world_size

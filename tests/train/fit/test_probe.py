@@ -148,9 +148,7 @@ def test_ranks_probe_together() -> None:
             assert (found["after"][name] - value).norm() <= 1e-5 * value.norm(), name
 
 
-def test_nothing_is_probed_on_a_cpu_or_where_a_size_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_probed_where_the_size_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "largest", lambda *_: pytest.fail("probed"))
     model, optimizers = make(CPU)
-    automatic = replace(BATCH, probe=True)
-    assert probe.fit(automatic, model, optimizers, 16, CPU) is automatic
     assert probe.fit(BATCH, model, optimizers, 16, pretend(Accelerator())) is BATCH
