@@ -36,6 +36,7 @@ from nanochat.train.chat_rows import PackedRows
 from nanochat.train.fit.memory import reachable
 from nanochat.train.flags import Auto
 from nanochat.train.references import row_scores, saved_or_scored
+from nanochat.train.tuning_rules import tuning_repeats
 
 VERSION = 3  # part of the key of the own words; raise it when the sampling changes
 # A model that reads its own words again knows rare tokens of them by heart, and then they no longer
@@ -229,10 +230,12 @@ def with_own_words(
     """Return `rows` mixed with the model's own words, which fill one row in `every`.
 
     The model writes them now, unless they are on the disk already: as many as a run reads that
-    reads `run_rows` rows of the mixture, up to MOST_TOKENS. Every rank must call this before the
-    weights of the trained model are loaded.
+    reads `run_rows` rows of the mixture, up to MOST_TOKENS. A narrow model, which reads its data more
+    often than others, reads its words as often too. Every rank must call this before the weights of
+    the trained model are loaded.
     """
-    own_rows = -(-run_rows // every)
+    repeats = tuning_repeats(base.model.config.n_embd)
+    own_rows = math.ceil(run_rows / every / repeats)
     grains = -(-own_rows * rows.row_tokens // GRAIN)
     tokens = min(grains * GRAIN, MOST_TOKENS)
     key = f"own words {VERSION} {base.outputs} {tokens} {seed} {rows.row_tokens}"

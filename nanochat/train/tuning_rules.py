@@ -61,12 +61,19 @@ def tuning_epochs(conversations: int, width: int) -> float:
     """Return how many times a fine-tuning run reads its data, which may be a fraction.
 
     It is the number of times that makes 2,400 readings of conversations (READINGS), but at least 1
-    and at most 8 (MOST_EPOCHS). A model with fewer than 576 channels (FITTED_WIDTH) learns less
-    from a reading: at 288 channels these numbers double, and from 192 channels down they are three
-    times as large (MOST_REPEATS).
+    and at most 8 (MOST_EPOCHS). These numbers are larger for a narrow model; see tuning_repeats().
     """
-    repeats = min(max(FITTED_WIDTH / width, 1.0), MOST_REPEATS)
+    repeats = tuning_repeats(width)
     return min(max(READINGS * repeats / conversations, 1.0), MOST_EPOCHS * repeats)
+
+
+def tuning_repeats(width: int) -> float:
+    """Return how many times as often a model of `width` channels reads as a wider one does.
+
+    It is 1 from 576 channels (FITTED_WIDTH) up. A narrower model learns less from a reading: at 288
+    channels it reads twice as often, and from 192 channels down three times (MOST_REPEATS).
+    """
+    return min(max(FITTED_WIDTH / width, 1.0), MOST_REPEATS)
 
 
 def tuning_rate(

@@ -13,7 +13,7 @@ from nanochat.checkpoint_manager.load import load_published
 from nanochat.common import UserError
 from nanochat.context import Packed
 from nanochat.prepare.interleave import MixedRows
-from nanochat.train import replay
+from nanochat.train import replay, tuning_rules
 from nanochat.train.chat_rows import chat_rows
 from tasks.mixtures import own_conversations
 from tests.support.qwens import write_folder
@@ -138,10 +138,15 @@ def test_one_row_in_three_holds_words_that_the_model_sampled(tmp_path: Path) -> 
     assert len(set(texts)) > 0.9 * len(texts)  # texts from the same beginning are different samples
 
 
-@pytest.mark.parametrize(("run_rows", "every", "size"), [(60, 3, 20), (200, 4, 50), (2000, 3, 50)])
+@pytest.mark.parametrize(
+    ("run_rows", "every", "size", "narrow"),
+    [(60, 3, 20, False), (200, 4, 50, False), (2000, 3, 50, False), (180, 3, 20, True)],
+)
 def test_the_model_writes_as_many_words_as_the_run_reads_up_to_a_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_rows: int, every: int, size: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_rows: int, every: int, size: int, narrow: bool
 ) -> None:
+    if not narrow:
+        monkeypatch.setattr(tuning_rules, "MOST_REPEATS", 1.0)
     monkeypatch.setattr(replay, "MOST_TOKENS", 50 * LENGTH)
     monkeypatch.setattr(replay, "GRAIN", LENGTH)
     _, rows = mixed(tmp_path, every, run_rows=run_rows)
