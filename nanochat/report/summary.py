@@ -34,7 +34,8 @@ def environment() -> dict[str, Any]:
     root = Path(__file__).resolve().parent.parent.parent
     versions = {"nanochat": nanochat.__version__}
     for package in metadata.distributions():
-        if package.name.startswith(QUOTED_PACKAGES):
+        # A folder that a broken installation has left has no name.
+        if package.name and package.name.startswith(QUOTED_PACKAGES):
             versions[package.name] = package.version
     now = datetime.datetime.now(datetime.timezone.utc)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -19,6 +19,7 @@ from nanochat.report.sections import (
     training_section,
     write_section,
 )
+from nanochat.report.summary import environment
 from nanochat.report.words import titles
 from nanochat.runtime.cost import stages_file
 from nanochat.runtime.progress import plain_duration
@@ -147,6 +148,14 @@ def test_any_single_section_makes_a_report(base_folder: Path, kept: str) -> None
     assert list(found["sections"]) == [kept] and f"## {titles()[kept]}" in text
     assert ("tinyworld_en" in found["summary"]) == (kept == "sft_eval")
     report.show()
+
+
+def test_a_folder_that_a_broken_installation_left_stops_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leftover-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert environment()["versions"]["torch"]
 
 
 def test_without_sections_or_report_the_next_step_is_named() -> None:
