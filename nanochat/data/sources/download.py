@@ -193,9 +193,9 @@ def check_space(folder: Path, needed: float) -> None:
                 "the download needs about {needed:.1f} GB, but {folder} has {free:.1f} GB "
                 "free. Free some space, fetch fewer files, or set NANOCHAT_BASE_DIR to a "
                 "folder on another disk.",
-                needed=needed / 1000000000.0,
+                needed=needed / 1e9,
                 folder=folder,
-                free=free / 1000000000.0,
+                free=free / 1e9,
             )
         )
 
@@ -438,7 +438,7 @@ def _receive(
                 "of the disk free. Nothing was kept. {hint}",
                 url=response.url,
                 arrived=arrived,
-                reserve=RESERVE / 1000000000.0,
+                reserve=RESERVE / 1e9,
                 hint=transfer.hint,
             )
         )
