@@ -1,5 +1,6 @@
 """Reads and writes the sections of a report, and finds those that belong to one run."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ SECTIONS = (
     *("published_loss", "published_eval", "published_core"),
     *("tune_train", "tune_loss", "tune_eval", "tune_core"),
 )
+
+# The identity of a parent: its stage, its tag, which may have spaces, its step and its weights.
+PARENT = re.compile(r"(\w+) (.+) step [0-9]+ [0-9a-f]+")
 
 Sections = Mapping[str, dict[str, Any]]  # name of a section, such as base_train -> its figures
 
@@ -192,9 +196,9 @@ def _training_tag(sections: Sections, stage: str) -> str | None:
 
 def _parent(sections: Sections, stage: str) -> tuple[str, str] | None:
     """Return the stage and tag of the model from which `stage` started, or None if unknown."""
-    settings = _training_settings(sections, stage)
-    words = settings.get("parent", "").split(" ")
-    return (words[0], words[1]) if len(words) > 1 else None
+    identity = _training_settings(sections, stage).get("parent", "")
+    match = PARENT.fullmatch(identity)
+    return (match[1], match[2]) if match else None
 
 
 def _tags(sections: Sections, newest: str) -> dict[str, str]:

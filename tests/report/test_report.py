@@ -218,11 +218,12 @@ def test_what_another_corpus_left_under_the_same_tag_is_not_in_the_report(base_f
     assert list(generated()[0]["sections"]) == ["tok_train", "base_train", "base_eval"]
 
 
-def test_your_own_conversations_and_the_model_they_started_from_are_one_run(base_folder: Path) -> None:
+@pytest.mark.parametrize("tag", ["speedrun-mine", "my own"])
+def test_your_own_conversations_and_the_model_they_started_from_are_one_run(base_folder: Path, tag: str) -> None:
     a_pipeline(base_folder, "speedrun", "tinyworld", "base", "mid", "sft", "rl")
-    parents = {"mid": "base speedrun", "sft": "mid speedrun-mine"}
+    parents = {"mid": "base speedrun", "sft": f"mid {tag}"}
     for stage, parent in parents.items():
-        section = {**read_sections()[f"{stage}_train"], "tag": "speedrun-mine"}
+        section = {**read_sections()[f"{stage}_train"], "tag": tag}
         section["settings"] = {**section["settings"], "parent": f"{parent} step 1 0"}
         write_section(f"{stage}_train", section)
     kept = ["tok_train", "tok_eval", "base_train", "base_eval", "mid_train", "sft_train"]
