@@ -400,18 +400,18 @@ def merge_adapter(model: Qwen, folder: Path, compute: Compute) -> None:
     parameters = dict(model.named_parameters())
     parameters.setdefault(f"{HEAD}.weight", model.head.weight)
     changed = set(adapter.configs)
-    later = {}
+    table_values = {}  # parameter -> the value that replaces it once tables are no longer tied
     for name, parameter_name in _whole_parameters(adapter.values).items():
         module = parameter_name.rpartition(".")[0]
         if module in tables and matches(module, adapter.modules_to_save) and BASE_LAYER not in name:
             changed.add(module)
-            later[parameter_name] = name
+            table_values[parameter_name] = name
         else:  # a tied table changes in both of its uses
             parameters[parameter_name].copy_(adapter.values[name])
     if model.config.tied and changed & tables:
         _untie(model, compute)
     parameters = dict(model.named_parameters())
-    for parameter_name, name in later.items():
+    for parameter_name, name in table_values.items():
         parameters[parameter_name].copy_(adapter.values[name])
     for module in adapter.configs:
         _merge_module(parameters, adapter, module, folder)

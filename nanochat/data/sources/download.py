@@ -153,10 +153,10 @@ def fetch_all(
         for thread in threads:
             thread.start()
         while len(fetched) < len(missing):
-            result = finished.get()
-            if isinstance(result, BaseException):
-                raise result
-            fetched[result.path] = result
+            record_or_failure = finished.get()
+            if isinstance(record_or_failure, BaseException):
+                raise record_or_failure
+            fetched[record_or_failure.path] = record_or_failure
     finally:
         transfer.stop.set()
         for thread in threads:
