@@ -12,6 +12,7 @@ import pytest
 
 from nanochat.common import UserError, read_json, write_json
 from nanochat.report import __main__ as report
+from nanochat.report import summary
 from nanochat.report.sections import (
     has_training_section,
     read_sections,
@@ -156,6 +157,16 @@ def test_a_folder_that_a_broken_installation_left_stops_no_report(
     (tmp_path / "leftover-1.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert environment()["versions"]["torch"]
+
+
+def test_a_processor_without_a_name_is_told_by_its_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"  # as on Kunpeng servers
+    cpuinfo.write_text("processor\t: 0\nBogoMIPS\t: 200.00\nCPU implementer\t: 0x48\n")
+    monkeypatch.setattr(summary, "CPUINFO", cpuinfo)
+    monkeypatch.setattr(summary.platform, "processor", lambda: "")
+    assert environment()["processor"] == summary.platform.machine()
 
 
 def test_without_sections_or_report_the_next_step_is_named() -> None:
