@@ -120,10 +120,7 @@ def shaped(reward: float, length: int, limit: int, overlong: int) -> float:
     The penalty grows from 0 to 1 over the last `overlong` tokens below `limit` (DAPO's soft
     punishment); if `overlong` is 0, there is none. `length` is the number of tokens of the reply.
     """
-    if not overlong:
-        return reward
-    excess = max(length - (limit - overlong), 0)
-    return reward - excess / overlong
+    return reward - max(length - (limit - overlong), 0) / overlong if overlong else reward
 
 
 def shuffled(rewards: Sequence[float], seed: str) -> list[float]:
