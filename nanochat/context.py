@@ -166,6 +166,7 @@ class Cached(Context):
         self.keys = keys
         self._idx = idx
         self._keeps_last = False  # whether the model has asked for the token before each token
+        # A graph reads the lengths on the device, in a mask, since they differ when it is replayed.
         self._by_lengths = keys is None and cached is not None
         self._row = torch.arange(idx.size(0), device=idx.device)[:, None]
         self._masks: dict[int, Tensor] = {}  # window -> (B, 1, T, K) True where a query sees a key
@@ -208,11 +209,11 @@ class Cached(Context):
         comes from the cache, where every pass stores its last key once more, one position further
         on.
         """
-        keys = self.cache.k[layer, self.slots]
+        cached_k = self.cache.k[layer, self.slots]
         # Nothing is ever stored in advance at position 0, so the half that is used is zero there.
-        first = keys[self._row, self.positions[:, :1]]
+        first = cached_k[self._row, self.positions[:, :1]]
         next_position = self.positions[:, -1:] + 1
-        keys[self._row, next_position] = k[:, -1:].to(keys.dtype)
+        cached_k[self._row, next_position] = k[:, -1:].to(cached_k.dtype)
         return torch.cat((first.to(k.dtype), k[:, :-1]), dim=1)
 
     def attend(

@@ -143,11 +143,12 @@ class Compute:
     dtype: torch.dtype
     dtype_reason: str
     platform: Platform = field(default_factory=PLATFORMS["cpu"], compare=False, repr=False)
+    # The operators that models use.
     operations: Operations = field(
         default_factory=lambda: cast(Host, PLATFORMS["cpu"]()).default_operations(),
         compare=False,
         repr=False,
-    )  # the operators that models use
+    )
     pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
     ending: contextlib.ExitStack = field(
         default_factory=contextlib.ExitStack, compare=False, repr=False

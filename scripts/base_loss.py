@@ -139,11 +139,10 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
             name=data.name,
         )
     )
-    model = loaded.weights[:16]
     section: dict[str, Any] = {
         "tag": loaded.tag,
         "step": loaded.step,
-        "model": model,
+        "model": loaded.weights[:16],
         "corpus": data.name,
         "settings": {
             "split_tokens": cfg.split_tokens,

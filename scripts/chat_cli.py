@@ -627,8 +627,9 @@ def main(cfg: Config) -> None:
             tr('the prompt is empty: write a question after -p, such as -p "What is 37 * 48?"'),
             exit_code=2,
         )
+    notes = sys.stdout if prompt is None and sys.stdout.isatty() else sys.stderr
     try:
-        chat = open_chat(cfg, sys.stdout if prompt is None and sys.stdout.isatty() else sys.stderr)
+        chat = open_chat(cfg, notes)
         if prompt is None:
             converse(chat)
         elif not reply(chat, prompt.strip()):

@@ -236,9 +236,10 @@ def train(cfg: Config, compute: Compute) -> None:
     sizes.check_for_ranks("examples_per_step", cfg.examples_per_step, compute)
     cfg.policy.check(cfg.max_new_tokens)
     model, tokenizer = start.load()
-    answered, measured = rl_tasks(corpus, cfg.problems, rewards.need_answers)
-    task, held_out = rewards.over(answered), rewards.measured(measured)
-    rewards.try_out(answered)
+    train_task, held_out_task = rl_tasks(corpus, cfg.problems, rewards.need_answers)
+    task = rewards.over(train_task)
+    held_out = rewards.measured(held_out_task)
+    rewards.try_out(train_task)
     problems = np.array(rollout.fitting(task, tokenizer, model.config.sequence_len))
     problems_per_step = cfg.examples_per_step * cfg.policy.oversample
     steps = cfg.epochs.steps(len(problems), problems_per_step, "a smaller --examples_per_step")
@@ -270,7 +271,7 @@ def train(cfg: Config, compute: Compute) -> None:
     if over_trees(cfg.trees, model, compute):
         groups = Groups(sampler.model, tokenizer)
     ratio_loss = cfg.policy.ratio_loss
-    names = () if ratio_loss is None else ratio_loss.figures
+    figure_names = () if ratio_loss is None else ratio_loss.figures
 
     replies_per_step = problems_per_step * cfg.num_samples
     plan = Plan(steps, replies_per_step, problems_per_step, rollout.task_key(task))
@@ -325,15 +326,15 @@ def train(cfg: Config, compute: Compute) -> None:
             optimizers.schedule(lrm, momentum=0.95, decay=1.0)
             outcome = NO_UPDATE
             for _ in range(cfg.policy.updates_per_rollout if replies.num_targets else 0):
-                with run.update(replies.num_targets, names) as update:
+                with run.update(replies.num_targets, figure_names) as update:
                     for idx, targets, *extra_tensors in update.passes(replies.micro_batches):
                         extras = dict(zip(replies.extras, extra_tensors, strict=True))
-                        figures = None
+                        loss_figures = None
                         if ratio_loss is None:
                             loss = model(idx, targets, reduction="sum", **model_arguments(extras))
                         else:
-                            loss, figures = ratio_loss(model, idx, targets, **extras)
-                        update.add(loss, figures)
+                            loss, loss_figures = ratio_loss(model, idx, targets, **extras)
+                        update.add(loss, loss_figures)
                         (loss * update.factor).backward()
                     outcome = update.step()
             run.mark("sampler's copy")

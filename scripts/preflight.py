@@ -155,8 +155,8 @@ def still_to_write(cfg: Config, checkpoint: float, downloads: bool = True) -> fl
     if not downloads:
         written["downloads"] = math.inf
     published_chats = bool(curriculum(cfg.conversations or cfg.data).needs())
-    parts = disk.of_run(checkpoint, texts, cfg.vocab_size, published_chats)
-    return sum(max(size - written.get(part, 0), 0) for part, size in parts.items())
+    sizes_by_name = disk.of_run(checkpoint, texts, cfg.vocab_size, published_chats)
+    return sum(max(size - written.get(name, 0), 0) for name, size in sizes_by_name.items())
 
 
 def seconds_of(cfg: Config, model: Model, tokens: float, compute: Compute) -> float:
@@ -165,9 +165,9 @@ def seconds_of(cfg: Config, model: Model, tokens: float, compute: Compute) -> fl
     This is the planner's prediction if the planner knows the card and the family of the model.
     Otherwise, it follows from the usual share of the peak FLOP/s.
     """
-    here = rates_here(compute)
-    if here is not None and isinstance(model, GPT):
-        chip, rates = here
+    chip_and_rates = rates_here(compute)
+    if chip_and_rates is not None and isinstance(model, GPT):
+        chip, rates = chip_and_rates
         size = size_of_model(model)
         plan = plan_of(size, chip, cfg.devices, batch_of(size, cfg.devices), rates)
         assert plan.step is not None  # the rates are known

@@ -149,7 +149,7 @@ class Config:
 Row = dict[str, float | str]
 
 
-def train(cfg: Config) -> list[Row]:
+def evaluate(cfg: Config) -> list[Row]:
     """Print a table of bytes per token, write it to the report, and return its rows.
 
     The table has a row for each kind of text, and a column of ratios for each vocabulary.
@@ -299,4 +299,4 @@ def kind_in_words(kind: str) -> str:
 
 
 if __name__ == "__main__":
-    run(train, Config, __doc__)
+    run(evaluate, Config, __doc__)

@@ -336,6 +336,7 @@ def _tokens_in_order(state: dict[str, Any]) -> list[bytes]:
     return tokens
 
 
+# Opcodes that push their argument.
 PUSHED = (
     "SHORT_BINUNICODE",
     "BINUNICODE",
@@ -347,7 +348,7 @@ PUSHED = (
     "BININT1",
     "BININT2",
     "LONG1",
-)  # opcodes that push their argument
+)
 
 
 class _Mark:

@@ -36,12 +36,12 @@ def corpora() -> list[Corpus]:
     """Return the corpora in the base folder that have at least one shard, sorted by name."""
     root = base_dir() / "base_data"
     folders = sorted(root.iterdir()) if root.is_dir() else []
-    result = []
+    found_corpora = []
     for folder in folders:
         is_hidden = folder.name.startswith(".")
         if folder.is_dir() and not is_hidden and shard_paths(folder):
-            result.append(Corpus(folder.name, folder))
-    return result
+            found_corpora.append(Corpus(folder.name, folder))
+    return found_corpora
 
 
 def existing(data: str) -> Path | None:

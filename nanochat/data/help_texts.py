@@ -61,7 +61,7 @@ def docstrings(config: type[Any]) -> dict[str, str]:
     text_of: dict[str, str] = {}
     for owner in reversed(config.__mro__[:-1]):
         parameters = docstring_parser.parse_from_object(owner).params
-        text_of |= {item.arg_name: item.description or "" for item in parameters}
+        text_of |= {field.arg_name: field.description or "" for field in parameters}
     return text_of
 
 
@@ -103,13 +103,13 @@ def _description(text: str, rare_count: int) -> str:
 
     tyro joins lines of plain text, but not indented ones.
     """
-    parts = []
-    for part in BREAK.split(text.rstrip()):
-        if COMMAND.match(f"\n{part}"):
-            parts.append(COMMENT.sub(lambda comment: tr_help(comment[0]), part))
+    paragraphs = []
+    for paragraph in BREAK.split(text.rstrip()):
+        if COMMAND.match(f"\n{paragraph}"):
+            paragraphs.append(COMMENT.sub(lambda comment: tr_help(comment[0]), paragraph))
         else:
-            parts.append(tr_help(part))
-    text = COMMAND.sub("\n  ", "".join(parts))
+            paragraphs.append(tr_help(paragraph))
+    text = COMMAND.sub("\n  ", "".join(paragraphs))
     if rare_count:
         hint = tr("--help_all shows {count} more flags, which few need.", count=rare_count)
         text = f"{text}\n\n{hint}" if text else hint
@@ -177,12 +177,14 @@ def _similar(tokens: Sequence[str], names: Sequence[str]) -> str:
 
 def _wrong_type(flag: str, why: str) -> str:
     """Return the message for a value that a flag cannot take; `why` is what Python or tyro says."""
+    kinds: list[str] = []
+    value = ""
     if match := NOT_A_NUMBER.match(why):
-        kinds, value = ["INT" if match[1] else "FLOAT"], match[2]
+        kinds = ["INT" if match[1] else "FLOAT"]
+        value = match[2]
     elif match := NO_TYPE.match(why):
-        kinds, value = match[1].split("|"), match[2]
-    else:
-        kinds, value = [], ""
+        kinds = match[1].split("|")
+        value = match[2]
     name_of = {"INT": tr("a whole number"), "FLOAT": tr("a number")}
     names: list[str] = []
     for kind in kinds:
@@ -192,9 +194,9 @@ def _wrong_type(flag: str, why: str) -> str:
             names.append(name_of.get(kind, ""))
     if not all(names) or not names:  # of another type, such as a path
         return tr("{flag} cannot take this value ({why}).", flag=flag, why=why)
-    text, *others = (name for name in names if name != "None")
-    for other in others:
-        text = tr("{first} or {second}", first=text, second=other)
+    text, *alternatives = (name for name in names if name != "None")
+    for alternative in alternatives:
+        text = tr("{first} or {second}", first=text, second=alternative)
     return tr("{flag} must be {kinds}, got {value}.", flag=flag, kinds=text, value=value)
 
 
@@ -210,16 +212,15 @@ def refusals(config: Any) -> Iterator[None]:
     def refuse(event: Any) -> None:
         help_command = f"{event.prog} --help"
         if isinstance(event, errors.UnrecognizedArgs | errors.MissingArgs):
-            missing = [item.arg.display_name() for item in getattr(event, "missing_arguments", ())]
+            missing = [flag.arg.display_name() for flag in getattr(event, "missing_arguments", ())]
             tokens = getattr(event, "tokens", None) or getattr(event, "unrecognized_tokens", ())
-            parts = []
+            problem = ""
             if tokens:
                 words = " ".join(tokens)
-                parts.append(tr("unknown words on the command line: {words}.", words=words))
-                parts.append(_similar(tokens, names))
+                problem += tr("unknown words on the command line: {words}.", words=words)
+                problem += _similar(tokens, names)
             if missing:
-                parts.append(tr("these flags must be given: {flags}.", flags=", ".join(missing)))
-            problem = "".join(parts)
+                problem += tr("these flags must be given: {flags}.", flags=", ".join(missing))
         elif isinstance(event, errors.InvalidChoice):
             problem = tr(
                 "{flag} must be one of {choices}, got {value!r}.",

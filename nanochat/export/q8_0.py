@@ -23,20 +23,18 @@ def quantized(x: Tensor) -> Tensor:  # (rows, numbers) fp32 -> (rows, bytes) uin
     Every number must be finite, and at most 127 times the largest number in fp16. The source of the
     arithmetic is ggml's quantize_row_q8_0_ref, which the package `gguf` repeats.
     """
-    parts = [_quantized(part) for part in x.split(ROWS)]
-    return torch.cat(parts)
+    return torch.cat([_quantized(rows) for rows in x.split(ROWS)])
 
 
-def _quantized(x: Tensor) -> Tensor:
-    blocks = x.unflatten(1, (-1, NUMBERS))
+def _quantized(rows: Tensor) -> Tensor:
+    blocks = rows.unflatten(1, (-1, NUMBERS))
     scales = blocks.abs().amax(dim=2, keepdim=True) / 127
     inverse = 1 / scales
     inverse[inverse.isinf()] = 0  # blocks of zeros, and those whose scale is 0 in fp16
     scaled = blocks * inverse
-    whole = scaled.abs().floor()
     # Halves are rounded away from zero, and torch.round() would round them to even numbers.
-    whole += (2 * (scaled.abs() - whole)).floor()
-    integers = whole.copysign(scaled).to(torch.int8)
-    stored_scales = scales.to(torch.float16)
-    pieces = (stored_scales.view(torch.uint8), integers.view(torch.uint8))
-    return torch.cat(pieces, dim=2).flatten(1)
+    magnitudes = scaled.abs().floor()
+    magnitudes += (2 * (scaled.abs() - magnitudes)).floor()
+    integers = magnitudes.copysign(scaled).to(torch.int8)
+    scale_bytes = scales.to(torch.float16).view(torch.uint8)
+    return torch.cat((scale_bytes, integers.view(torch.uint8)), dim=2).flatten(1)

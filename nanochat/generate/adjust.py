@@ -28,7 +28,7 @@ class History:
         `ends` are the tokens that end the reply, which has at most `reply_length` tokens.
         """
         self._sampling = sampling
-        self._ends = list(ends)
+        self._ends = np.array(ends, dtype=np.int64)
         prompt_ids = []
         if sampling.repetition_penalty != 1:
             prompt_ids = sorted(set(prompt))

@@ -338,10 +338,13 @@ def _chosen(
     """Choose and return the token of each row: greedily, from its top_k, or from all tokens."""
     V = logits.size(1)
     top_ks = [sampling.top_k_of(V) for sampling in samplings]
-    rows, nuclei = [], []
+    rows = []
+    nuclei = []
     for sampling, uniform_number, top_k in zip(samplings, uniforms, top_ks, strict=True):
-        rows.append((uniform_number, sampling.temperature if top_k else 1.0, top_k))
-        nuclei.append(sampling.top_p if top_k and sampling.top_p < 1 else NO_NUCLEUS)
+        temperature = sampling.temperature if top_k else 1.0
+        has_nucleus = top_k and sampling.top_p < 1
+        rows.append((uniform_number, temperature, top_k))
+        nuclei.append(sampling.top_p if has_nucleus else NO_NUCLEUS)
     settings = torch.tensor(rows).to(logits.device, non_blocking=True)  # (B, 3)
     if any(sampling.min_p and top_k for sampling, top_k in zip(samplings, top_ks, strict=True)):
         _leave_out_unlikely(logits, settings, samplings)
@@ -476,12 +479,11 @@ def _leave_out_unlikely(
     samplings: Sequence[Sampling],
 ) -> None:
     """Set logits to -inf where the probability is below the row's min_p times the highest one."""
-    shares = [sampling.min_p for sampling in samplings]
-    log_share_list = [math.log(share) if share else float("-inf") for share in shares]
-    log_shares = torch.tensor(log_share_list).to(logits.device, non_blocking=True)[
-        :, None
-    ]  # (B, 1)
-    threshold = logits.amax(dim=1, keepdim=True) + log_shares * settings[:, 1:2]
+    min_ps = [sampling.min_p for sampling in samplings]
+    log_shares = torch.tensor([math.log(min_p) if min_p else float("-inf") for min_p in min_ps])
+    log_shares = log_shares.to(logits.device, non_blocking=True)[:, None]  # (B, 1)
+    highest = logits.amax(dim=1, keepdim=True)
+    threshold = highest + log_shares * settings[:, 1:2]
     logits.masked_fill_(logits < threshold, float("-inf"))
 
 

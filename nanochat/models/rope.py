@@ -35,7 +35,8 @@ def rotary_divisors(config: QwenConfig, device: torch.device) -> Tensor | None: 
         return None
     if c.rope == "linear":
         return torch.full((c.rotated // 2,), c.rope_factor, device=device)
-    unchanged = _unchanged_llama3(c, device) if c.rope == "llama3" else _unchanged_yarn(c, device)
+    unchanged_by_rule = _unchanged_llama3 if c.rope == "llama3" else _unchanged_yarn
+    unchanged = unchanged_by_rule(c, device)
     return 1 / (unchanged + (1 - unchanged) / c.rope_factor)
 
 
@@ -48,7 +49,8 @@ def _unchanged_llama3(config: QwenConfig, device: torch.device) -> Tensor:  # (R
     channels = torch.arange(0, c.rotated, 2, dtype=torch.float32, device=device)
     frequencies = c.rope_theta ** (-channels / c.rotated)
     turns = c.rope_original * frequencies / (2 * math.pi)
-    return ((turns - c.rope_low) / (c.rope_high - c.rope_low)).clamp(0, 1)
+    unchanged = (turns - c.rope_low) / (c.rope_high - c.rope_low)
+    return unchanged.clamp(0, 1)
 
 
 def _unchanged_yarn(config: QwenConfig, device: torch.device) -> Tensor:  # (R / 2,)
@@ -67,7 +69,8 @@ def _unchanged_yarn(config: QwenConfig, device: torch.device) -> Tensor:  # (R /
     first = max(math.floor(channel_at(c.rope_high)), 0)
     last = min(math.ceil(channel_at(c.rope_low)), c.rotated - 1)
     index = torch.arange(c.rotated // 2, dtype=torch.float32, device=device)
-    return 1 - ((index - first) / max(last - first, 0.001)).clamp(0, 1)
+    divided = (index - first) / max(last - first, 0.001)
+    return 1 - divided.clamp(0, 1)
 
 
 def yarn_scale(factor: float, multiple: float = 1.0, multiple_of_all: float = 0.0) -> float:
@@ -77,6 +80,10 @@ def yarn_scale(factor: float, multiple: float = 1.0, multiple_of_all: float = 0.
     """
 
     def scale(multiple: float) -> float:
-        return 0.1 * multiple * math.log(factor) + 1.0 if factor > 1 else 1.0
+        if factor <= 1:
+            return 1.0
+        return 0.1 * multiple * math.log(factor) + 1.0
 
-    return scale(multiple) / scale(multiple_of_all) if multiple and multiple_of_all else scale(1.0)
+    if not (multiple and multiple_of_all):
+        return scale(1.0)
+    return scale(multiple) / scale(multiple_of_all)

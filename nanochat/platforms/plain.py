@@ -185,9 +185,8 @@ class Host(Platform):
         if tokens <= PASS_TOKENS:
             yield
             return
-        from torch._functorch import (
-            config,
-        )  # for the part of the compiler that decides what to keep
+        # The settings of the part of the compiler that decides what to keep.
+        from torch._functorch import config
 
         # Reasons for which the compiler would keep values that are cheap to recompute.
         reasons = ("materialized_backward", "used_far_apart", "long_fusible_chains", "reductions")

@@ -58,9 +58,9 @@ def generate(key: str = "") -> Path:
         "sections": sections,
     }
     pictures = {
-        f"{name}.png": draw(name.replace("_", ": "), {name: data})
-        for name, data in sections.items()
-        if name.endswith("_train") and data.get("loss")
+        f"{name}.png": draw(name.replace("_", ": "), {name: section})
+        for name, section in sections.items()
+        if name.endswith("_train") and section.get("loss")
     }
     for file, picture in pictures.items():
         write_atomic(folder / file, picture)

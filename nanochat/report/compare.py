@@ -172,7 +172,7 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
         rows.append([tr("host: {fact}", fact=key), *facts])
     for name in SECTIONS:
         sections = [run.sections.get(name, {}) for run in runs]
-        settings = [data.get("settings") or {} for data in sections]
+        settings = [section.get("settings") or {} for section in sections]
         keys = dict.fromkeys(key for run_settings in settings for key in run_settings)
         for key in keys:
             if key not in IGNORED:

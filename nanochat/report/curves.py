@@ -52,9 +52,10 @@ def draw(title: str, runs: Mapping[str, Mapping[str, Any]]) -> bytes:
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
 
-    is_rl = any("reward" in data for data in runs.values())
+    is_rl = any("reward" in section for section in runs.values())
     candidates = RL_CURVES if is_rl else TRAINING_CURVES
-    curves = [curve for curve in candidates if any(data.get(curve) for data in runs.values())]
+    sections = runs.values()
+    curves = [curve for curve in candidates if any(section.get(curve) for section in sections)]
     figure, axes = pyplot.subplots(
         len(curves),
         1,
@@ -91,11 +92,11 @@ def _draw_curve(
         )
     scattered = curve in SCATTERED
     sparse = curve != "loss" and not scattered  # measured now and then, not in every step
-    for index, (name, data) in enumerate(runs.items()):
+    for index, (name, section) in enumerate(runs.items()):
         color = f"C{index}"
         if len(runs) == 1 and sparse:
             color = "C1"
-        points = data.get(curve) or [(0, math.nan)]
+        points = section.get(curve) or [(0, math.nan)]
         steps, values = zip(*points, strict=True)
         axis.plot(
             steps,

@@ -38,10 +38,10 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _plain(data: Mapping[str, Any]) -> list[str]:
+def _plain(section: Mapping[str, Any]) -> list[str]:
     """Return the lines of a table of the texts and numbers in a section, or [] if it has none."""
     rows = []
-    for name, value in data.items():
+    for name, value in section.items():
         if isinstance(value, (str, int, float)) and value != "":
             rows.append([name.replace("_", " "), value])
     return grid([tr("figure"), tr("value")], rows) if rows else []
@@ -76,26 +76,26 @@ def _scores(tasks: Mapping[str, dict[str, Any]]) -> list[str]:
 
 def _section(
     name: str,
-    data: Mapping[str, Any],
+    section: Mapping[str, Any],
     pictures: Collection[str],
 ) -> list[str]:
     """Return the Markdown lines of the section called `name`."""
     lines = [f"## {titles()[name]}", ""]
     if f"{name}.png" in pictures:
         lines += [f"![{tr('curves of {name}', name=name)}]({name}.png)", ""]
-    lines += _plain(data)
-    if "tasks" in data:
-        lines += _scores(data["tasks"])
-    if data.get("samples"):
-        lines += [f"- `{prompt}` … {reply!r}" for prompt, reply in data["samples"].items()]
+    lines += _plain(section)
+    if "tasks" in section:
+        lines += _scores(section["tasks"])
+    if section.get("samples"):
+        lines += [f"- `{prompt}` … {reply!r}" for prompt, reply in section["samples"].items()]
         lines.append("")
-    if data.get("rows"):
-        head = [str(key) for key in data["rows"][0]]
-        rows = [[row.get(key, "") for key in head] for row in data["rows"]]
+    if section.get("rows"):
+        head = [str(key) for key in section["rows"][0]]
+        rows = [[row.get(key, "") for key in head] for row in section["rows"]]
         lines += grid(head, rows)
-    if data.get("settings"):
+    if section.get("settings"):
         lines += [f"<details><summary>{tr('all settings')}</summary>", ""]
-        lines += _plain(data["settings"])
+        lines += _plain(section["settings"])
         lines += ["</details>", ""]
     return lines
 
@@ -157,8 +157,8 @@ def _measures(table: Mapping[str, Mapping[str, float]]) -> list[str]:
     for name, row in table.items():
         values = [row.get(stage, "") for stage in stages]
         rows.append([measure(name), *values])
-    known = meanings()
-    explained = [f"- {measure(name)}: {known[name]}" for name in table if name in known]
+    meaning_of = meanings()
+    explained = [f"- {measure(name)}: {meaning_of[name]}" for name in table if name in meaning_of]
     return [*grid(head, rows), *explained, ""]
 
 
@@ -192,6 +192,6 @@ def markdown(report: Mapping[str, Any], pictures: Collection[str]) -> str:
     if report["stages"]:
         lines += [f"## {tr('Cost of the stages')}", "", *_costs(report["stages"])]
     lines += _samples(report["sections"])
-    for name, data in report["sections"].items():
-        lines += _section(name, data, pictures)
+    for name, section in report["sections"].items():
+        lines += _section(name, section, pictures)
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """Reads and writes the sections of a report, and finds those that belong to one run."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ SECTIONS = (
     *("tune_train", "tune_loss", "tune_eval", "tune_core"),
 )
 
+# The identity of a parent: its stage, its tag, which may have spaces, its step and its weights.
+PARENT = re.compile(r"(\w+) (.+) step [0-9]+ [0-9a-f]+")
+
 Sections = Mapping[str, dict[str, Any]]  # name of a section, such as base_train -> its figures
 
 
@@ -52,9 +56,9 @@ def _section_path(name: str) -> Path:
     return report_dir() / "sections" / f"{name}.json"
 
 
-def write_section(name: str, data: Mapping[str, Any]) -> None:
+def write_section(name: str, section: Mapping[str, Any]) -> None:
     """Save the figures of a stage as the section called `name`, replacing an earlier one."""
-    write_json(_section_path(name), dict(data))
+    write_json(_section_path(name), dict(section))
 
 
 def has_training_section(stage: str, tag: str) -> bool:
@@ -126,7 +130,7 @@ def current_sections() -> dict[str, dict[str, Any]]:
     all sections are returned.
     """
     sections = read_sections()
-    tagged = [name for name, data in sections.items() if "tag" in data]
+    tagged = [name for name, section in sections.items() if "tag" in section]
     if not tagged:
         return sections
     newest = max(tagged, key=lambda name: _section_path(name).stat().st_mtime_ns)
@@ -156,10 +160,10 @@ def sections_of_run(sections: Sections, newest: str) -> dict[str, dict[str, Any]
     newest_tag = sections[newest]["tag"]
     tags = _tags(sections, newest)
     of_run = {}
-    for name, data in sections.items():
+    for name, section in sections.items():
         stage = name.partition("_")[0]
-        if "tag" not in data or data["tag"] == tags.get(stage, newest_tag):
-            of_run[name] = data
+        if "tag" not in section or section["tag"] == tags.get(stage, newest_tag):
+            of_run[name] = section
     of_run = _without_other_corpora(of_run)
     return _without_other_tokenizers(of_run)
 
@@ -175,9 +179,10 @@ def _sections_of_folder(sections: Sections, newest: str) -> dict[str, dict[str, 
         # Its parent is the name of the base's folder and a mark of its weights.
         tags["published"] = _training_settings(sections, stage).get("parent", "").rpartition(" ")[0]
     of_model = {}
-    for name, data in sections.items():
-        if name.partition("_")[0] in tags and data["tag"] == tags[name.partition("_")[0]]:
-            of_model[name] = data
+    for name, section in sections.items():
+        section_stage = name.partition("_")[0]
+        if section_stage in tags and section["tag"] == tags[section_stage]:
+            of_model[name] = section
     return of_model
 
 
@@ -191,9 +196,9 @@ def _training_tag(sections: Sections, stage: str) -> str | None:
 
 def _parent(sections: Sections, stage: str) -> tuple[str, str] | None:
     """Return the stage and tag of the model from which `stage` started, or None if unknown."""
-    settings = _training_settings(sections, stage)
-    words = settings.get("parent", "").split(" ")
-    return (words[0], words[1]) if len(words) > 1 else None
+    identity = _training_settings(sections, stage).get("parent", "")
+    match = PARENT.fullmatch(identity)
+    return (match[1], match[2]) if match else None
 
 
 def _tags(sections: Sections, newest: str) -> dict[str, str]:
@@ -241,14 +246,14 @@ def _without_other_tokenizers(sections: Sections) -> dict[str, dict[str, Any]]:
     """Return the sections, without those of the tokenizer if all stages used other corpora."""
     remaining = dict(sections)
     corpora = set()
-    for name, data in sections.items():
-        if name.endswith("_train") and "tag" in data:
-            corpora.add(data["settings"].get("corpus"))
+    for name, section in sections.items():
+        if name.endswith("_train") and "tag" in section:
+            corpora.add(section["settings"].get("corpus"))
     # One tokenizer serves a mixture with any weights.
     corpora = {unweighted(corpus) for corpus in corpora if corpus}
     for name in ("tok_train", "tok_eval"):
-        data = sections.get(name, {})
-        corpus = data.get("corpus") or data.get("settings", {}).get("data")
+        section = sections.get(name, {})
+        corpus = section.get("corpus") or section.get("settings", {}).get("data")
         if corpus and corpora and unweighted(corpus) not in corpora:
             del remaining[name]
     return remaining

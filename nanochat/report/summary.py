@@ -1,5 +1,6 @@
 """Collects the facts of a run: its host, its table of measures, and its headline figures."""
 
+import contextlib
 import datetime
 import os
 import platform
@@ -23,6 +24,7 @@ VALIDATION_TEXTS = {
 GENERAL_TEXT = "perplexity of general text"
 PREFERENCES = "preferences of your own data that the model follows"
 BASE_CORPUS = "bits per byte of the base corpus"
+CPUINFO = Path("/proc/cpuinfo")
 QUOTED_PACKAGES = ("torch", "tiktoken", "rustbpe", "numpy")
 
 Table = dict[str, dict[str, float]]  # measure -> stage -> value
@@ -34,7 +36,8 @@ def environment() -> dict[str, Any]:
     root = Path(__file__).resolve().parent.parent.parent
     versions = {"nanochat": nanochat.__version__}
     for package in metadata.distributions():
-        if package.name.startswith(QUOTED_PACKAGES):
+        # A folder that a broken installation has left has no name.
+        if package.name and package.name.startswith(QUOTED_PACKAGES):
             versions[package.name] = package.version
     now = datetime.datetime.now(datetime.timezone.utc)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -62,14 +65,12 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        return platform.processor()
-    return ""
+    """Return the processor's name or, if the host does not say it, the architecture."""
+    with contextlib.suppress(OSError):
+        for line in CPUINFO.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def table(sections: Sections) -> Table:

@@ -68,7 +68,8 @@ class PolicyFlags:
 
     def check(self, max_new_tokens: int) -> None:
         """Raise UserError (exit code 2) if a flag is out of range or flags conflict."""
-        (low, high), updates = self.clip, self.updates_per_rollout
+        low, high = self.clip
+        updates = self.updates_per_rollout
         rules = (
             (
                 updates >= 1,
@@ -167,13 +168,11 @@ def averaged(
     tokens and replies that the whole step trains on, and `limit` is the maximum number of tokens of
     a reply.
     """
-    own_targets = sum(weight != 0 for weight in weights)
-    if average == "token" or not own_targets:
+    targets = sum(weight != 0 for weight in weights)
+    if average == "token" or not targets:
         return list(weights)
-    return [
-        weight * tokens / (replies * (own_targets if average == "reply" else limit))
-        for weight in weights
-    ]
+    divisor = replies * (targets if average == "reply" else limit)
+    return [weight * tokens / divisor for weight in weights]
 
 
 # --- loss ----------------------------------------------------------------------------------------
@@ -205,13 +204,13 @@ class PolicyLoss:
         **extras: Tensor,
     ) -> tuple[Tensor, Tensor]:  # (), (2,)
         """Return the loss summed over all targets, and both `figures` summed over all copies."""
-        weights, sampled, copies = extras["weights"], extras["sampled"], extras.get("copies", 1.0)
+        weights = extras["weights"]
+        copies = extras.get("copies", 1.0)
         tree = model_arguments({name: extras[name] for name in TREE if name in extras})
         trained = targets >= 0
         logprobs = -model(inputs, targets, reduction="none", **tree)
-        log_ratios = torch.where(trained, logprobs - sampled, 0.0).clamp(
-            -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO
-        )
+        log_ratios = torch.where(trained, logprobs - extras["sampled"], 0.0)
+        log_ratios = log_ratios.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         shift = log_ratios.exp() - 1 - log_ratios
         if self.kind == "gspo":
             # The ratio of a reply is the geometric mean of its tokens' ratios. Each token's
@@ -239,9 +238,9 @@ def _mean_of_reply(values: Tensor, trained: Tensor, replies: Tensor | None) -> T
     None, every row is a reply.
     """
     if replies is None:
-        return (
-            values.sum(dim=1, keepdim=True) / trained.sum(dim=1, keepdim=True).clamp_min(1)
-        ).expand_as(values)
+        counts = trained.sum(dim=1, keepdim=True).clamp_min(1)
+        means = values.sum(dim=1, keepdim=True) / counts
+        return means.expand_as(values)
     sums = torch.zeros_like(values).index_add(0, replies, values)
     counts = torch.zeros_like(values).index_add(0, replies, trained.to(values.dtype))
     return (sums / counts.clamp_min(1))[replies]

@@ -28,7 +28,7 @@ from nanochat.rl.policy import (
 )
 from nanochat.rl.rewards import Rewarded
 from nanochat.rl.sampler import Reference
-from nanochat.rl.trees import APART, TREE, Sample, pack
+from nanochat.rl.trees import APART, TREE, Sample, most_passes, pack
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
@@ -46,9 +46,7 @@ class Figures:
 
     reward: float  # mean over all samples
     length: float  # mean number of tokens in a reply
-    entropy: (
-        float  # mean of -log p of the chosen tokens: an estimate of the policy's entropy in nats
-    )
+    entropy: float  # mean of -log p of the chosen tokens, which estimates the policy's, in nats
     flat: float  # share of prompts whose samples all did equally well
     truncated: float  # share of samples that were cut off
     kl: float | None = None  # estimated divergence from the reference, in nats per trained token
@@ -156,28 +154,20 @@ def roll_out(
     sampling; without it, nothing is pulled.
     """
     all_prompts = [tokenizer.render_prompt(task[number]) for number in numbers]
-    own = slice(compute.rank, None, compute.world_size)
-    own_numbers, prompts, rounds = numbers[own], all_prompts[own], _rounds(all_prompts)[own]
+    own_share = slice(compute.rank, None, compute.world_size)
+    prompts = all_prompts[own_share]
     engine = groups or _engine_for(prompts, samples, sampling, model, tokenizer)
-    # Replies come problem by problem, `samples` for each.
-    replies: list[Completion] = [Completion()] * (len(prompts) * samples)
-    rewards = [0.0] * len(replies)
-    for round_number in sorted(set(rounds)):
-        places = [place for place, one in enumerate(rounds) if one == round_number]
-        round_replies, _, round_rewards = generate_and_grade(
-            task,
-            [own_numbers[place] for place in places],
-            engine,
-            [prompts[place] for place in places],
-            replace(sampling, seed=sampling.seed + round_number * ROUND_SEED),
-            samples,
-            tokenizer,
-            compute.pulse.beat,
-        )
-        indices = [place * samples + i for place in places for i in range(samples)]
-        for index, reply, reward in zip(indices, round_replies, round_rewards, strict=True):
-            replies[index] = reply
-            rewards[index] = reward
+    replies, rewards = _graded_replies(
+        task,
+        numbers[own_share],
+        prompts,
+        _rounds(all_prompts)[own_share],
+        engine,
+        sampling,
+        samples,
+        tokenizer,
+        compute,
+    )
     limit = sampling.max_tokens
     overlong = policy.overlong_tokens
     shaped_rewards = []
@@ -225,17 +215,53 @@ def roll_out(
     return Rollouts(batches, int(totals.targets), measured, extras), trained_samples
 
 
+def _graded_replies(
+    task: Task,
+    numbers: Sequence[int],
+    prompts: Sequence[list[int]],
+    rounds: Sequence[int],
+    engine: Engine | Groups,
+    sampling: Sampling,
+    samples: int,
+    tokenizer: Tokenizer,
+    compute: Compute,
+) -> tuple[list[Completion], list[float]]:
+    """Return the replies to this rank's problems, `samples` for each in turn, and their rewards.
+
+    Problems of different `rounds`, which _rounds() returns, are sampled with different seeds.
+    """
+    replies = [Completion()] * (len(prompts) * samples)
+    rewards = [0.0] * len(replies)
+    for round_number in sorted(set(rounds)):
+        places = [place for place, number in enumerate(rounds) if number == round_number]
+        round_replies, _, round_rewards = generate_and_grade(
+            task,
+            [numbers[place] for place in places],
+            engine,
+            [prompts[place] for place in places],
+            replace(sampling, seed=sampling.seed + round_number * ROUND_SEED),
+            samples,
+            tokenizer,
+            compute.pulse.beat,
+        )
+        indices = [place * samples + i for place in places for i in range(samples)]
+        for index, reply, reward in zip(indices, round_replies, round_rewards, strict=True):
+            replies[index] = reply
+            rewards[index] = reward
+    return replies, rewards
+
+
 def _rounds(prompts: Sequence[Sequence[int]]) -> list[int]:
     """Return, for each prompt, how many equal ones come before it.
 
     The seeds of samples follow from the prompt, so equal prompts need different seeds for other
     replies.
     """
-    seen: Counter[tuple[int, ...]] = Counter()
+    occurrences: Counter[tuple[int, ...]] = Counter()
     rounds = []
     for prompt in prompts:
-        rounds.append(seen[tuple(prompt)])
-        seen[tuple(prompt)] += 1
+        rounds.append(occurrences[tuple(prompt)])
+        occurrences[tuple(prompt)] += 1
     return rounds
 
 
@@ -397,11 +423,8 @@ def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> l
     """
     longest = max((sample.length for sample in samples), default=2) - 1
     row_tokens = -(-longest // ROUND) * ROUND
-    counts = [0.0] * compute.world_size
-    counts[compute.rank] = float(-(-len(samples) // rows))
-    passes = int(max(parallel.total(counts, compute)))
     batches = []
-    for number in range(passes):
+    for number in range(most_passes(len(samples), rows, compute)):
         pass_samples = samples[number * rows : (number + 1) * rows]
         # Keep the number of heights small, like that of lengths: libraries cache something for
         # every shape.

@@ -7,7 +7,7 @@ trained.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,14 +22,15 @@ from nanochat.engine import Completion
 from nanochat.model import Model
 from nanochat.runtime import parallel
 
-LARGEST = 384  # maximum tokens of a tree; larger groups are split, as attention cost is quadratic
+MOST_TREE_TOKENS = 384  # larger groups are split, as the cost of attention is quadratic
 PASS_TOKENS = 4096  # most tokens in a pass without gradients, padding included
-ROW = 128  # minimum tokens of a row
-ROW_GRAIN = 32  # a row has a multiple of this many tokens
-# A pass has multiples of this many rows and targets, to keep the number of shapes small.
-GRAIN = 4
-TARGETS = 64
-NOTHING = 1e-9  # a sum of weights up to this is a rounding error
+LEAST_ROW_TOKENS = 128
+# Lengths of rows, and numbers of rows and targets in a pass, are multiples of these, to keep the
+# number of shapes small.
+TOKEN_GRAIN = 32
+ROW_GRAIN = 4
+TARGET_GRAIN = 64
+ROUNDING_ERROR = 1e-9  # a sum of weights up to this is 0
 IGNORED = -1  # a target that is not trained
 
 # Which targets with the same position and token are kept apart instead of summed: none of them,
@@ -171,8 +172,8 @@ class GrowingTree:
         path = []
         place = len(sample.prompt) - 1
         reply = sample.completion
-        columns = (reply.tokens, sample.weights, reply.logprobs, sample.copies)
-        for token, weight, logprob, copies in zip(*columns, strict=True):
+        of_tokens = zip(reply.tokens, sample.weights, reply.logprobs, sample.copies, strict=True)
+        for token, weight, logprob, copies in of_tokens:
             target = (place, token, self._bucket(weight, apart))
             path.append(target)
             if weight:
@@ -202,7 +203,9 @@ class GrowingTree:
     def pruned(self) -> "GrowingTree":
         """Return a copy with only those targets whose weight is not 0, and the tokens they need."""
         targets = {
-            target: sums for target, sums in self.targets.items() if abs(sums.weight) > NOTHING
+            target: sums
+            for target, sums in self.targets.items()
+            if abs(sums.weight) > ROUNDING_ERROR
         }
         needed = [False] * len(self.tokens)
         for place, _, _ in targets:
@@ -234,7 +237,7 @@ def _plant(samples: Sequence[Sample], apart: Apart) -> list[tuple[GrowingTree, l
     for sample in samples:
         key = tuple(sample.prompt)
         tree = latest.get(key)
-        if tree is None or len(tree.tokens) + len(sample.completion.tokens) > LARGEST:
+        if tree is None or len(tree.tokens) + len(sample.completion.tokens) > MOST_TREE_TOKENS:
             prompt = list(sample.prompt)
             tree = GrowingTree(prompt, [0, *range(len(prompt) - 1)])
             latest[key] = tree
@@ -268,7 +271,7 @@ def logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[
     planted = _plant(every_token, "none")
     rows, row_tokens = _pack_rows(_distinct(planted))
     losses: dict[tuple[int, Target], float] = {}
-    height = max(PASS_TOKENS // row_tokens // GRAIN, 1) * GRAIN
+    height = max(PASS_TOKENS // row_tokens // ROW_GRAIN, 1) * ROW_GRAIN
     for first in range(0, len(rows), height):
         pass_rows = rows[first : first + height]
         tensors = _pass_tensors(pass_rows, row_tokens, height, 0, "none", sampled=False)
@@ -298,16 +301,20 @@ def pack(
     """
     rows, row_tokens = _pack_rows(grow(samples, apart))
     longest = max((sample.length for sample in samples), default=1)
-    pass_rows = max(replies * longest // row_tokens, 1)
-    counts = [0.0] * compute.world_size
-    counts[compute.rank] = float(-(-len(rows) // pass_rows))
-    passes = int(max(parallel.total(counts, compute)))
+    most_rows = max(replies * longest // row_tokens, 1)
     packed = []
-    for number in range(passes):
-        pass_trees = rows[number * pass_rows : (number + 1) * pass_rows]
-        tensors = _pass_tensors(pass_trees, row_tokens, pass_rows, pad, apart, sampled)
+    for number in range(most_passes(len(rows), most_rows, compute)):
+        pass_rows = rows[number * most_rows : (number + 1) * most_rows]
+        tensors = _pass_tensors(pass_rows, row_tokens, most_rows, pad, apart, sampled)
         packed.append(tuple(device.pin(tensor, compute) for tensor in tensors))
     return packed
+
+
+def most_passes(rows: int, pass_rows: int, compute: Compute) -> int:
+    """Return how many passes the rank with the most rows needs; every rank must call this."""
+    counts = [0.0] * compute.world_size
+    counts[compute.rank] = float(-(-rows // pass_rows))
+    return int(max(parallel.total(counts, compute)))
 
 
 def _pack_rows(trees: Sequence[GrowingTree]) -> tuple[list[list[GrowingTree]], int]:
@@ -316,8 +323,9 @@ def _pack_rows(trees: Sequence[GrowingTree]) -> tuple[list[list[GrowingTree]], i
     The largest trees are placed first, and each goes into the first row that has room for it.
     """
     trees = sorted(trees, key=lambda tree: -len(tree.tokens))
-    row_tokens = max(len(trees[0].tokens) if trees else 0, ROW)
-    row_tokens = -(-row_tokens // ROW_GRAIN) * ROW_GRAIN
+    largest = len(trees[0].tokens) if trees else 0
+    row_tokens = max(largest, LEAST_ROW_TOKENS)
+    row_tokens = -(-row_tokens // TOKEN_GRAIN) * TOKEN_GRAIN
     rows: list[list[GrowingTree]] = []
     room_left: list[int] = []
     for tree in trees:
@@ -332,6 +340,20 @@ def _pack_rows(trees: Sequence[GrowingTree]) -> tuple[list[list[GrowingTree]], i
     return rows, row_tokens
 
 
+class PassTarget(NamedTuple):
+    """A target of a pass; its position is that of the token which predicts it, over all rows."""
+
+    position: int
+    token: int
+    weight: float
+    logprob: float
+    copies: float
+    reply: int  # the index of the reply in the pass, if targets are kept apart by replies
+
+
+PADDING = PassTarget(0, IGNORED, 0.0, 0.0, 0.0, 0)
+
+
 def _pass_tensors(
     rows: Sequence[Sequence[GrowingTree]],
     row_tokens: int,
@@ -341,12 +363,11 @@ def _pass_tensors(
     sampled: bool,
 ) -> list[Tensor]:
     """Return the tensors of one pass, in the order that pack() describes."""
-    height = min(max(-(-len(rows) // GRAIN), 1) * GRAIN, most_rows)
+    height = min(max(-(-len(rows) // ROW_GRAIN), 1) * ROW_GRAIN, most_rows)
     inputs = np.full((height, row_tokens), pad, dtype=np.int64)
     parents = np.tile(np.arange(row_tokens), (height, 1))
     visible = np.tile(np.eye(row_tokens, dtype=bool), (height, 1, 1))
-    # (place, target, weight, log-probability, copies, reply number)
-    targets: list[tuple[int, int, float, float, float, int]] = []
+    targets: list[PassTarget] = []
     replies_before = 0
     for number, row in enumerate(rows):
         start = 0
@@ -357,22 +378,27 @@ def _pass_tensors(
             _see_ancestors(visible[number], tree.parents, start)
             first = number * row_tokens + start
             for (place, token, bucket), sums in tree.targets.items():
-                reply = replies_before + bucket
-                targets.append(
-                    (first + place, token, sums.weight, sums.logprob, sums.copies, reply)
+                target = PassTarget(
+                    position=first + place,
+                    token=token,
+                    weight=sums.weight,
+                    logprob=sums.logprob,
+                    copies=sums.copies,
+                    reply=replies_before + bucket,
                 )
+                targets.append(target)
             start = end
             replies_before += tree.replies
-    count = max(-(-len(targets) // TARGETS), 1) * TARGETS
-    targets += [(0, IGNORED, 0.0, 0.0, 0.0, 0)] * (count - len(targets))
+    count = max(-(-len(targets) // TARGET_GRAIN), 1) * TARGET_GRAIN
+    targets += [PADDING] * (count - len(targets))
     columns = [torch.tensor(column) for column in zip(*targets, strict=True)]
-    places, tokens, weights, sampler_logprobs, copies, replies = columns
+    positions, tokens, weights, sampler_logprobs, copies, replies = columns
     tensors: list[Any] = [torch.from_numpy(inputs), tokens, weights]
     if sampled:
         tensors += [sampler_logprobs, copies]
     if apart == "replies":
         tensors.append(replies)
-    return [*tensors, torch.from_numpy(parents), torch.from_numpy(visible), places]
+    return [*tensors, torch.from_numpy(parents), torch.from_numpy(visible), positions]
 
 
 def _see_ancestors(visible: np.ndarray, parents: Sequence[int], start: int) -> None:

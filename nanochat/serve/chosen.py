@@ -402,8 +402,8 @@ def plan_caches(
             "{free:.1f} GB of memory are free: give {advice}, or free memory",
             count=max(count, 1),
             tokens=tokens,
-            total=total / 1000000000.0,
-            free=free / 1000000000.0,
+            total=total / 1e9,
+            free=free / 1e9,
             advice=advice,
         )
     )

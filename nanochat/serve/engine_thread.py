@@ -153,10 +153,10 @@ class Ticket(Generic[E]):
         while not self._news.empty():
             news.append(self._news.get_nowait())
         events: list[tuple[int, E]] = []
-        for item in news:
-            if isinstance(item, Exception):
-                raise item
-            events.append(item)
+        for event_or_failure in news:
+            if isinstance(event_or_failure, Exception):
+                raise event_or_failure
+            events.append(event_or_failure)
         return events
 
 
@@ -437,11 +437,11 @@ class EngineThread(Generic[E]):
         Tickets whose replies have all ended, or failed, no longer take up room. If too many events
         wait for clients that do not read them, the ticket with the most ends.
         """
-        for ticket, item in news:
-            ticket.tell(item)
-            if isinstance(item, Exception):
+        for ticket, event_or_failure in news:
+            ticket.tell(event_or_failure)
+            if isinstance(event_or_failure, Exception):
                 self.tickets.discard(ticket)
-            elif item[1].finish is not None:
+            elif event_or_failure[1].finish is not None:
                 ticket.unfinished -= 1
                 if not ticket.unfinished:
                     self.tickets.discard(ticket)

@@ -46,8 +46,8 @@ GRAIN = 20_480  # the tokens to write are a multiple of this, so that similar ru
 LONGEST_TEXT = 256  # tokens of a text or a reply
 SLOTS = 32  # texts that are sampled together
 EVERY = 4  # by default, one row in 4 is the model's own
-# With more tokens of data than this, the model writes no words by default: such data is varied enough, and
-# the few own words would be repeated many times.
+# With more tokens of data than this, the model writes no words by default: such data is varied
+# enough, and the few own words would be repeated many times.
 MOST_DATA = 1_000_000
 NOT_OWN = 1.0  # stands for the reference of a token of the data; no log-probability is above 0
 # In nats: the pull on a token stops growing once the model finds it this much more likely. With a
@@ -137,16 +137,16 @@ class AnchoredRows(MixedRows):
 
     extras: tuple[str, ...] = ("documents", "references")
 
-    def __init__(self, data: Rows, own: PackedRows, every: int):
-        """Take one row in `every` from `own`; an epoch has all rows of `data`.
+    def __init__(self, data_rows: Rows, own_rows: PackedRows, every: int):
+        """Take one row in `every` from `own_rows`; an epoch has all rows of `data_rows`.
 
-        The references of `own` are NOT_OWN until add_references() computes them.
+        The references of `own_rows` are NOT_OWN until add_references() computes them.
         """
-        mixture = blend(data, own, every)
+        mixture = blend(data_rows, own_rows, every)
         key = f"{mixture.key} anchored"  # checkpoints contain this key
         super().__init__(mixture.sources, mixture.shares, mixture.count, key)
-        self.own = own
-        shape = (own.size, own.row_tokens - 1)
+        self.own_rows = own_rows
+        shape = (own_rows.size, own_rows.row_tokens - 1)
         self.references: np.ndarray = np.full(shape, NOT_OWN, np.float32)
 
     def batch(self, plan_rows: np.ndarray) -> tuple[Tensor, ...]:
@@ -207,7 +207,6 @@ def add_references(
     The arguments, the file that saves the values and the errors are those of
     preferences.add_references(). Every rank must call this.
     """
-    own = rows.own
 
     def score(inputs: Tensor, targets: Tensor, documents: Tensor) -> Tensor:  # (B, T)
         losses = model(inputs, targets, "none", context=Packed(documents))
@@ -215,13 +214,14 @@ def add_references(
 
     def score_all() -> np.ndarray:
         references = np.zeros_like(rows.references)
-        for row, log_probabilities in row_scores(own, model, score, batch_rows, compute):
+        for row, log_probabilities in row_scores(own_rows, model, score, batch_rows, compute):
             references[row] = log_probabilities
         return references
 
-    facts = f"{own.key} {identity} {compute.dtype}"
+    own_rows = rows.own_rows
+    facts = f"{own_rows.key} {identity} {compute.dtype}"
     shape = rows.references.shape
-    rows.references = saved_or_scored(own.folder, facts, shape, score_all, compute)
+    rows.references = saved_or_scored(own_rows.folder, facts, shape, score_all, compute)
 
 
 def with_own_words(
@@ -235,8 +235,8 @@ def with_own_words(
     the trained model are loaded.
     """
     repeats = tuning_repeats(base.model.config.n_embd)
-    own_rows = math.ceil(run_rows / every / repeats)
-    grains = -(-own_rows * rows.row_tokens // GRAIN)
+    rows_to_write = math.ceil(run_rows / every / repeats)
+    grains = -(-rows_to_write * rows.row_tokens // GRAIN)
     tokens = min(grains * GRAIN, MOST_TOKENS)
     key = f"own words {VERSION} {base.outputs} {tokens} {seed} {rows.row_tokens}"
     longest = min(LONGEST_TEXT, rows.row_tokens)
@@ -247,7 +247,7 @@ def with_own_words(
 
     token_set = prepare_rendered(folder, written, base.tokenizer, key)
     own_plan = plan(token_set, rows.row_tokens, cut=False, too_long="cut")
-    own = PackedRows(token_set, own_plan, base.tokenizer.bos, seed, masked=True)
+    own_rows = PackedRows(token_set, own_plan, base.tokenizer.bos, seed, masked=True)
     log(
         tr(
             "replay_every: {every} (one row in {every} holds the model's own words, "
@@ -256,7 +256,7 @@ def with_own_words(
             tokens=token_set.tokens,
         )
     )
-    return AnchoredRows(rows, own, every)
+    return AnchoredRows(rows, own_rows, every)
 
 
 def _written(base: Base, tokens: int, longest: int, seed: int, compute: Compute) -> list[Rendered]:
@@ -293,13 +293,10 @@ def _written(base: Base, tokens: int, longest: int, seed: int, compute: Compute)
 
 def _starts(tokenizer: Tokenizer, longest: int) -> Iterator[list[int]]:
     """Yield general prompts in turn, and the beginning of a text without a prompt after each."""
-    prompts = [tokenizer.render_prompt(Conversation((user(text),))) for text in _questions()]
+    questions = resources.files("nanochat").joinpath("data/general/prompts.txt").read_text("utf-8")
+    chats = [Conversation((user(question),)) for question in questions.splitlines()]
+    prompts = [tokenizer.render_prompt(chat) for chat in chats]
     short_prompts = [prompt for prompt in prompts if len(prompt) <= longest // 2]
     for prompt in itertools.cycle(short_prompts or [[tokenizer.bos]]):
         yield prompt
         yield [tokenizer.bos]
-
-
-def _questions() -> list[str]:
-    text = resources.files("nanochat").joinpath("data/general/prompts.txt").read_text("utf-8")
-    return text.splitlines()

@@ -49,6 +49,14 @@ def test_rows_are_adjusted_as_the_formula_says_and_neighbours_stay():
     assert torch.equal(changed[4:], logits[4:])
 
 
+def test_a_minimum_length_of_a_request_that_nothing_ends_leaves_the_biases_of_all_rows_alone():
+    endless = Sampling(min_tokens=4, ignore_eos=True)
+    biased = Sampling(logit_bias=((3, 1.5),))
+    logits = torch.zeros(2, V)
+    adjuster([History([1], endless, [], 10), History([1], biased, [7], 10)], {})(logits)
+    assert logits[1, 3] == 1.5 and logits.count_nonzero() == 1
+
+
 def only(*tokens: int) -> bytes:
     """A mask that allows a few tokens."""
     return sum(1 << token for token in tokens).to_bytes(8, "little")

@@ -12,6 +12,7 @@ import pytest
 
 from nanochat.common import UserError, read_json, write_json
 from nanochat.report import __main__ as report
+from nanochat.report import summary
 from nanochat.report.sections import (
     has_training_section,
     read_sections,
@@ -19,6 +20,7 @@ from nanochat.report.sections import (
     training_section,
     write_section,
 )
+from nanochat.report.summary import environment
 from nanochat.report.words import titles
 from nanochat.runtime.cost import stages_file
 from nanochat.runtime.progress import plain_duration
@@ -149,6 +151,24 @@ def test_any_single_section_makes_a_report(base_folder: Path, kept: str) -> None
     report.show()
 
 
+def test_a_folder_that_a_broken_installation_left_stops_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leftover-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert environment()["versions"]["torch"]
+
+
+def test_a_processor_without_a_name_is_told_by_its_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"  # as on Kunpeng servers
+    cpuinfo.write_text("processor\t: 0\nBogoMIPS\t: 200.00\nCPU implementer\t: 0x48\n")
+    monkeypatch.setattr(summary, "CPUINFO", cpuinfo)
+    monkeypatch.setattr(summary.platform, "processor", lambda: "")
+    assert environment()["processor"] == summary.platform.machine()
+
+
 def test_without_sections_or_report_the_next_step_is_named() -> None:
     for action in (report.generate, report.show):
         with pytest.raises(UserError) as refused:
@@ -209,11 +229,12 @@ def test_what_another_corpus_left_under_the_same_tag_is_not_in_the_report(base_f
     assert list(generated()[0]["sections"]) == ["tok_train", "base_train", "base_eval"]
 
 
-def test_your_own_conversations_and_the_model_they_started_from_are_one_run(base_folder: Path) -> None:
+@pytest.mark.parametrize("tag", ["speedrun-mine", "my own"])
+def test_your_own_conversations_and_the_model_they_started_from_are_one_run(base_folder: Path, tag: str) -> None:
     a_pipeline(base_folder, "speedrun", "tinyworld", "base", "mid", "sft", "rl")
-    parents = {"mid": "base speedrun", "sft": "mid speedrun-mine"}
+    parents = {"mid": "base speedrun", "sft": f"mid {tag}"}
     for stage, parent in parents.items():
-        section = {**read_sections()[f"{stage}_train"], "tag": "speedrun-mine"}
+        section = {**read_sections()[f"{stage}_train"], "tag": tag}
         section["settings"] = {**section["settings"], "parent": f"{parent} step 1 0"}
         write_section(f"{stage}_train", section)
     kept = ["tok_train", "tok_eval", "base_train", "base_eval", "mid_train", "sft_train"]

@@ -97,15 +97,15 @@ def test_a_qwen_with_deltanets_reads_rows_only() -> None:
 
 
 def test_the_gradient_over_trees_does_not_depend_on_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees, "ROW", 32)
+    monkeypatch.setattr(trees, "LEAST_ROW_TOKENS", 32)
     expected = learned(LOSSES[0], False, on_cpu())
     for rows in (1, 2, 100):
         check(learned(LOSSES[0], True, on_cpu(), rows), expected)
 
 
 def test_a_large_group_becomes_several_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees, "LARGEST", 24)
-    monkeypatch.setattr(trees, "ROW", 32)
+    monkeypatch.setattr(trees, "MOST_TREE_TOKENS", 24)
+    monkeypatch.setattr(trees, "LEAST_ROW_TOKENS", 32)
     check(learned(LOSSES[0], True, on_cpu()), learned(LOSSES[0], False, on_cpu()))
 
 
@@ -152,8 +152,8 @@ def test_tokens_of_replies_are_as_likely_in_trees_as_alone(
     make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make()
-    monkeypatch.setattr(trees, "LARGEST", 30)  # so that a prompt has several trees
-    monkeypatch.setattr(trees, "PASS_TOKENS", 4 * trees.ROW)  # and the trees are read in several passes
+    monkeypatch.setattr(trees, "MOST_TREE_TOKENS", 30)  # so that a prompt has several trees
+    monkeypatch.setattr(trees, "PASS_TOKENS", 4 * trees.LEAST_ROW_TOKENS)  # and the trees are read in several passes
     generator, samples = torch.Generator().manual_seed(5), []
     for length in range(1, 25):
         prompt = list(range(5, 8 + length % 3 * 20))

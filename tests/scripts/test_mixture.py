@@ -39,7 +39,7 @@ def test_a_mixture_trains_resumes_and_is_reported(mixed, base_folder):
         run_stage("base", data="tinyworld:0.5,more:0.5")
     base_loss.evaluate(base_loss.Config(split_tokens=2048, sample_tokens=0), on_cpu())
     base_eval.evaluate(base_eval.Config(split_tokens=2048), on_cpu())
-    tok_eval.train(tok_eval.Config(data=MIXED))
+    tok_eval.evaluate(tok_eval.Config(data=MIXED))
     report.main(report.Config("generate"))
     text = (report_dir() / "report.md").read_text(encoding="utf-8")
     assert "| tinyworld | 75 % |" in text and "| more | 25 % |" in text and "tinyworld:3,more:1" in text

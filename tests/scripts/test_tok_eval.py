@@ -11,7 +11,7 @@ from nanochat.data import bpe
 from nanochat.data.shards import write_shards
 from nanochat.tokenizer import ROLES, Tokenizer, tokenizer_dir
 from scripts import tok_eval
-from scripts.tok_eval import PUBLISHED, SAMPLES, Config, train
+from scripts.tok_eval import PUBLISHED, SAMPLES, Config, evaluate
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def tokenizer(tmp_path, monkeypatch) -> Tokenizer:
 
 
 def test_bytes_per_token_are_counted_for_each_kind_of_text(tokenizer):
-    rows = train(Config())
+    rows = evaluate(Config())
     assert [row["text"] for row in rows] == [*SAMPLES, "c train", "c val"]
     tokens = len(tokenizer.encode(SAMPLES["English"]))
     assert rows[0]["tokens"] == tokens and rows[0]["bytes_per_token"] == len(SAMPLES["English"].encode()) / tokens
@@ -35,7 +35,7 @@ def test_bytes_per_token_are_counted_for_each_kind_of_text(tokenizer):
 
 def test_the_kinds_of_text_are_named_in_the_users_language(monkeypatch, capsys):
     monkeypatch.setenv("NANOCHAT_LANG", "zh")
-    train(Config())
+    evaluate(Config())
     lines = capsys.readouterr().out.splitlines()
     kinds = ("英文", "中文", "代码", "数字", "c 训练", "c 验证")
     assert all(any(f"│ {kind} " in line for line in lines) for kind in kinds), lines
@@ -43,7 +43,7 @@ def test_the_kinds_of_text_are_named_in_the_users_language(monkeypatch, capsys):
 
 def test_published_vocabularies_stand_beside_ours_without_their_files(monkeypatch, capsys):
     monkeypatch.setattr(tok_eval.tiktoken, "get_encoding", lambda name: pytest.fail(f"{name} is fetched"))
-    rows = train(Config())
+    rows = evaluate(Config())
     for row in rows[: len(SAMPLES)]:
         assert {name: row["bytes"] / row[name] for name in PUBLISHED} == pytest.approx(
             {name: known.samples[row["text"]] for name, known in PUBLISHED.items()}
@@ -66,7 +66,7 @@ def test_published_vocabularies_are_measured_where_they_are_cached(tokenizer, mo
     ranks = [tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size - len(ROLES))]
     known = tiktoken.Encoding("known", **bpe.tiktoken_arguments(ranks, tokenizer.regex, {}))
     monkeypatch.setattr(tok_eval.tiktoken, "get_encoding", lambda name: known)
-    assert all(row["gpt2"] == row["bytes_per_token"] for row in train(Config()))
+    assert all(row["gpt2"] == row["bytes_per_token"] for row in evaluate(Config()))
 
 
 def test_the_cache_is_known_by_all_its_files(tmp_path, monkeypatch):

@@ -265,6 +265,30 @@ def _fit_problem(model: Qwen, settings: PeftSettings, tensors: Mapping[str, Tens
     Each tensor must have the right shape for its module. Unless the adapter is partial, every
     matrix that matches its targets must have tensors.
     """
+    expected = _expected_shapes(model, settings, tensors)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted({*shapes, *expected}):
+        shape = shapes.get(name, tr("missing"))
+        expected_shape = expected.get(name, tr("nothing"))
+        if shape != expected_shape:
+            return tr(
+                "{name} is {shape} instead of {expected_shape}",
+                name=name,
+                shape=shape,
+                expected_shape=expected_shape,
+            )
+    if settings.is_partial and tensors:
+        return ""
+    lacking = _lacking_targets(model, settings, tensors)
+    if lacking or not tensors:
+        return tr("it has nothing for {target}", target=(lacking or settings.config.targets)[0])
+    return ""
+
+
+def _expected_shapes(
+    model: Qwen, settings: PeftSettings, tensors: Mapping[str, Tensor]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that an adapter's tensors must have, for each module that has one of them."""
     parameter_shapes = _parameter_shapes(model)
     layers: dict[str, nn.Module] = {**dict(model.named_modules()), HEAD: model.head}
     expected: dict[str, tuple[int, ...]] = {}
@@ -277,35 +301,26 @@ def _fit_problem(model: Qwen, settings: PeftSettings, tensors: Mapping[str, Tens
     for name, parameter_name in _whole_parameters(tensors).items():
         if parameter_name in parameter_shapes:
             expected[name] = parameter_shapes[parameter_name]
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted({*shapes, *expected}):
-        shape = shapes.get(name, tr("missing"))
-        expected_shape = expected.get(name, tr("nothing"))
-        if shape != expected_shape:
-            return tr(
-                "{name} is {shape} instead of {expected_shape}",
-                name=name,
-                shape=shape,
-                expected_shape=expected_shape,
-            )
-    lacking = []
+    return expected
+
+
+def _lacking_targets(
+    model: Qwen, settings: PeftSettings, tensors: Mapping[str, Tensor]
+) -> list[str]:
+    """Return the matrices and stacks that match an adapter's targets, and have no factors in it."""
+    adapted_stacks = {stack_of(module) for module in _adapted_modules(tensors)}
+    targets = []
     for name, module in model.named_modules():
-        is_target = isinstance(module, Linear) and matches(name, settings.config.targets)
         if isinstance(module, Experts):
             stacks = [f"{name}.{stack}" for stack in STACKS]
-            factors = {stack_of(adapted_module) for adapted_module in _adapted_modules(tensors)}
-            lacking += [
-                stack
-                for stack in stacks
-                if matches(stack, settings.target_parameters) and stack not in factors
-            ]
-        if is_target and f"{name}.lora_A.weight" not in shapes:
-            lacking.append(name)
-    if settings.is_partial and tensors:
-        return ""
-    if lacking or not tensors:
-        return tr("it has nothing for {target}", target=(lacking or settings.config.targets)[0])
-    return ""
+            targets += [stack for stack in stacks if matches(stack, settings.target_parameters)]
+        elif isinstance(module, Linear) and matches(name, settings.config.targets):
+            targets.append(name)
+    return [
+        target
+        for target in targets
+        if target not in adapted_stacks and f"{target}.lora_A.weight" not in tensors
+    ]
 
 
 def _parameter_shapes(model: Qwen) -> dict[str, tuple[int, ...]]:
@@ -400,18 +415,18 @@ def merge_adapter(model: Qwen, folder: Path, compute: Compute) -> None:
     parameters = dict(model.named_parameters())
     parameters.setdefault(f"{HEAD}.weight", model.head.weight)
     changed = set(adapter.configs)
-    later = {}
+    table_values = {}  # parameter -> the value that replaces it once tables are no longer tied
     for name, parameter_name in _whole_parameters(adapter.values).items():
         module = parameter_name.rpartition(".")[0]
         if module in tables and matches(module, adapter.modules_to_save) and BASE_LAYER not in name:
             changed.add(module)
-            later[parameter_name] = name
+            table_values[parameter_name] = name
         else:  # a tied table changes in both of its uses
             parameters[parameter_name].copy_(adapter.values[name])
     if model.config.tied and changed & tables:
         _untie(model, compute)
     parameters = dict(model.named_parameters())
-    for parameter_name, name in later.items():
+    for parameter_name, name in table_values.items():
         parameters[parameter_name].copy_(adapter.values[name])
     for module in adapter.configs:
         _merge_module(parameters, adapter, module, folder)

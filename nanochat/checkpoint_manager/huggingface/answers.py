@@ -52,16 +52,16 @@ def template_message(
     text = safe(message.text)
     if message.role == "assistant" and index is not None:
         text = _with_marks(text, mark(index))
-    item = {"role": message.role, "content": text, **_each_text(fields, safe)}
+    template_fields = {"role": message.role, "content": text, **_each_text(fields, safe)}
     if reasoning is not None:
         reasoning = safe(reasoning)
         if index is not None:
             reasoning = mark(index) + reasoning.strip()
-        item.update(dict.fromkeys(REASONING, reasoning))
+        template_fields |= dict.fromkeys(REASONING, reasoning)
     if index is not None:
-        for call in item.get("tool_calls", ()):
+        for call in template_fields.get("tool_calls", ()):
             call["function"]["name"] = mark(index) + call["function"]["name"]
-    return item
+    return template_fields
 
 
 def _with_marks(text: str, begin: str) -> str:

@@ -156,11 +156,10 @@ def _refuse_unsupported(content: Mapping[str, Any], path: Path) -> None:
         is_off = value is None or value is False or value in (0, [], {}, "")
         if is_off or name in HARMLESS:
             continue
-        if name == "target_parameters" and not _names_stacks(value):
-            pass
-        elif name in HONOURED and isinstance(value, HONOURED[name]):
-            continue
-        if name in ALLOWED and value in ALLOWED[name]:
+        is_honoured = name in HONOURED and isinstance(value, HONOURED[name])
+        if name == "target_parameters":
+            is_honoured = _names_stacks(value)
+        if is_honoured or value in ALLOWED.get(name, ()):
             continue
         advice = tr("Use another adapter, or train this one without that setting")
         reason = tr("which is not supported")
@@ -213,9 +212,8 @@ def _start_reason(value: Any) -> tuple[str, str]:
                 "which means that {change}, so it does not fit the published base",
                 change=_change(name),
             )
-            return reason, tr(
-                "Train it again without that setting"
-            ) if name == "loftq" else save_again
+            train_again = tr("Train it again without that setting")
+            return reason, train_again if name == "loftq" else save_again
     reason = tr("which may have changed the base's own weights")
     return reason, tr("{save_again}, or use another adapter", save_again=save_again)
 

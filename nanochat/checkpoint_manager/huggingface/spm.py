@@ -75,13 +75,14 @@ class SentencePieces:
         tokenizer = self._begins_texts
         for is_text, run in groupby(segments, lambda segment: segment.token is None):
             if is_text:
-                text, trained = "", ""
+                text = ""
+                trained: list[bool] = []  # for each character of the text
                 for segment in run:
                     text += segment.text
-                    trained += str(int(segment.trained)) * len(segment.text)
+                    trained += [segment.trained] * len(segment.text)
                 encoding = _encoded(tokenizer, text)
                 ids += encoding.ids
-                mask += [int("1" in trained[start:end]) for start, end in encoding.offsets]
+                mask += [int(any(trained[start:end])) for start, end in encoding.offsets]
             else:
                 for segment in run:
                     assert segment.token is not None

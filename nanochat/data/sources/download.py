@@ -153,10 +153,10 @@ def fetch_all(
         for thread in threads:
             thread.start()
         while len(fetched) < len(missing):
-            result = finished.get()
-            if isinstance(result, BaseException):
-                raise result
-            fetched[result.path] = result
+            record_or_failure = finished.get()
+            if isinstance(record_or_failure, BaseException):
+                raise record_or_failure
+            fetched[record_or_failure.path] = record_or_failure
     finally:
         transfer.stop.set()
         for thread in threads:
@@ -193,9 +193,9 @@ def check_space(folder: Path, needed: float) -> None:
                 "the download needs about {needed:.1f} GB, but {folder} has {free:.1f} GB "
                 "free. Free some space, fetch fewer files, or set NANOCHAT_BASE_DIR to a "
                 "folder on another disk.",
-                needed=needed / 1000000000.0,
+                needed=needed / 1e9,
                 folder=folder,
-                free=free / 1000000000.0,
+                free=free / 1e9,
             )
         )
 
@@ -438,7 +438,7 @@ def _receive(
                 "of the disk free. Nothing was kept. {hint}",
                 url=response.url,
                 arrived=arrived,
-                reserve=RESERVE / 1000000000.0,
+                reserve=RESERVE / 1e9,
                 hint=transfer.hint,
             )
         )

@@ -115,7 +115,7 @@ def download(
             "GB in {folder}",
             name=corpus.name,
             entries_count=len(entries) - 1,
-            disk_bytes=disk_bytes / 1000000000.0,
+            disk_bytes=disk_bytes / 1e9,
             folder=corpus.folder,
         )
     )

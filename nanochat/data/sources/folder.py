@@ -78,13 +78,13 @@ def import_folder(
 ) -> Corpus:
     """Make a corpus from a file of one of the types in READERS or a folder of them, and return it.
 
-    Subfolders are included, hidden files are not, and files are read in order of path. Nothing is written if nothing has
-    changed since an earlier import. A .txt or .md file is divided into documents at `<|endoftext|>`
-    lines, and at the first blank line after more than 20,000 characters. `make` is the command that
-    makes the corpus again, by default the import command. `skip_bad_lines` leaves out lines that
-    are not JSON or not text. Raises UserError (exit code 2) if there
-    is no file to import or the name, path or column cannot be used, and UserError if a file is
-    damaged or there are fewer than two different documents.
+    Subfolders are included, hidden files are not, and files are read in order of path. Nothing is
+    written if nothing has changed since an earlier import. A .txt or .md file is divided into
+    documents at `<|endoftext|>` lines, and at the first blank line after more than 20,000
+    characters. `make` is the command that makes the corpus again, by default the import command.
+    `skip_bad_lines` leaves out lines that are not JSON or not text. Raises UserError (exit code 2)
+    if there is no file to import or the name, path or column cannot be used, and UserError if a
+    file is damaged or there are fewer than two different documents.
     """
     source = source.expanduser().resolve()
     name = name or source.stem

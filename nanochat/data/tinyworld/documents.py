@@ -53,19 +53,20 @@ def one_copy(rng: random.Random) -> list[str]:
 # --- texts that state facts ----------------------------------------------------------------------
 
 
-def _chunks(items: Sequence[Fact], rng: random.Random) -> Iterator[list[Fact]]:
+def _chunks(facts: Sequence[Fact], rng: random.Random) -> Iterator[list[Fact]]:
     """Yield the facts in random order, in chunks that each fill a document.
 
     A chunk has four to eight facts, or all facts if there are fewer than four. The last chunks are
     evened out if necessary.
     """
     smallest, largest = SENTENCES_PER_DOCUMENT
-    remaining = list(items)
+    remaining = list(facts)
     rng.shuffle(remaining)
     while remaining:
         size = rng.randint(smallest, largest)
         if len(remaining) < size + smallest:
-            size = len(remaining) if len(remaining) <= largest else len(remaining) // 2
+            fit_one_chunk = len(remaining) <= largest
+            size = len(remaining) if fit_one_chunk else len(remaining) // 2
         yield remaining[:size]
         remaining = remaining[size:]
 

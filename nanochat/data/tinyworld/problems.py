@@ -217,15 +217,15 @@ def persona_evaluation(language: Language, seed: int = 0) -> list[Problem]:
     question about the world.
     """
     rng = random.Random(f"persona/{seed}/{language}")
-    items = [item[language] for item in dialogue_data()["about_itself"]]
-    answers = [item["answer"].rstrip(".。") for item in items]
+    topics = [topic[language] for topic in dialogue_data()["about_itself"]]
+    answers = [topic["answer"].rstrip(".。") for topic in topics]
     problems = []
-    for item, value in zip(items, answers, strict=True):
+    for topic, value in zip(topics, answers, strict=True):
         competing = tuple(candidate for candidate in answers if candidate != value)
-        for question in item["kept"]:
+        for question in topic["kept"]:
             for start in ("alone", "after a greeting", "after a question"):
                 before = _messages_before(start, language, rng)
-                messages = (*before, user(question), assistant(item["answer"]))
+                messages = (*before, user(question), assistant(topic["answer"]))
                 conversation = Conversation(messages)
                 problems.append(Problem(conversation, value, competing, start, language))
     return problems

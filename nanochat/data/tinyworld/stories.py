@@ -37,12 +37,6 @@ def story_data() -> dict:
     return json.loads(data_text("stories.json"))
 
 
-def story_kinds() -> list[str]:
-    """Return the names of all kinds of stories."""
-    kinds = [*story_data()["counting"], *story_data()["logic"]]
-    return [f"story_{kind['kind']}" for kind in kinds]
-
-
 def counting_story(
     language: Language,
     rng: random.Random,

@@ -150,9 +150,8 @@ class Schemas:
         self._in_use: WeakValueDictionary[str, Automaton] = WeakValueDictionary()
         # By the digest of a schema: the reason of its refusal, and when the refusal is forgotten.
         self._refused: dict[bytes, tuple[str, float]] = {}
-        self._lock = (
-            threading.Lock()
-        )  # guards the dictionaries; making an automaton does not hold it
+        # Guards the dictionaries; making an automaton does not hold it.
+        self._lock = threading.Lock()
 
     def is_ready(self, schema: str) -> bool:
         """Return whether prepare() has the automaton for a schema and need not make it."""

@@ -1,4 +1,4 @@
-"""How matrices are stored while a model is served on a CPU: in bf16 as oneDNN lays them out, or in panels."""
+"""Stores the matrices of a model that a CPU serves: in bf16 as oneDNN lays them out, or in panels."""
 
 import functools
 from collections.abc import Callable, Sequence

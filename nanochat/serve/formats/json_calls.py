@@ -103,7 +103,8 @@ class JsonCalls(MarkedCalls):
         text, mark, after = self._rest.partition(CLOSE)
         if not mark and not last:
             shown = len(text) - open_beginning(text, (CLOSE,))
-            text, after = text[:shown], text[shown:]
+            after = text[shown:]
+            text = text[:shown]
         add_piece(pieces, Arguments(text))
         self._rest = after
         if mark:

@@ -90,7 +90,8 @@ class Thoughts:
                 return
             self._rest = beginning.removeprefix(self._marks.open).lstrip()
             if not self._rest:
-                self._rest = self._marks.open * (not last)
+                # The mark stays until words follow, so that a second one is taken for words.
+                self._rest = "" if last else self._marks.open
                 return
             self._words = True
         before, mark, after = self._rest.partition(self._marks.close)

@@ -77,29 +77,30 @@ class CompletionRequest:
         Raises ApiError (400) if a prompt is empty or does not fit into the context, or if the
         answer would list too many log-probabilities.
         """
-        prompts = [self._prompt_ids(item, tokenizer) for item in self.prompts]
+        prompts = [self._prompt_ids(prompt, tokenizer) for prompt in self.prompts]
+        requests = []
         for number, prompt in enumerate(prompts):
             self._check_length(number, prompt, limits)
-        requests = []
-        for prompt in prompts:
             requests += self.settings.requests(prompt, limits.context)
         scores = sum(map(self._scores, requests))
         check_scores(scores, "n, max_tokens or logprobs, or send fewer or shorter prompts")
         texts = []
-        for item, prompt in zip(self.prompts, prompts, strict=True):
-            as_sent = isinstance(item, str) and not has_marks(item, tokenizer)
-            texts.append(str(item) if as_sent else _text(prompt, tokenizer))
+        for prompt, tokens in zip(self.prompts, prompts, strict=True):
+            if isinstance(prompt, str) and not has_marks(prompt, tokenizer):
+                texts.append(prompt)
+            else:
+                texts.append(_text(tokens, tokenizer))
 
         def writer(number: str) -> CompletionWriter:
             return CompletionWriter(f"cmpl-{number}", limits.model, self, prompts, texts, tokenizer)
 
         return Work(requests, writer, scores)
 
-    def _prompt_ids(self, item: str | list[int], tokenizer: Tokenizer) -> list[int]:
+    def _prompt_ids(self, prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
         """Return the tokens of a prompt, given as a text or as tokens."""
-        if not isinstance(item, str):
-            return item
-        tokens = encode_marked(item, tokenizer)
+        if not isinstance(prompt, str):
+            return prompt
+        tokens = encode_marked(prompt, tokenizer)
         return [tokenizer.bos, *tokens] if self.bos and tokenizer.adds_bos else tokens
 
     def _check_length(
@@ -196,11 +197,11 @@ def _prompts(value: Any, limits: Limits) -> list[str | list[int]]:
         text = f"there may be at most {MOST_SAMPLES} prompts, got {len(value):,}: send fewer"
         raise invalid(text, "prompt")
     prompts = []
-    for i, item in enumerate(value):
-        if isinstance(item, str):
-            prompts.append(item)
+    for i, prompt in enumerate(value):
+        if isinstance(prompt, str):
+            prompts.append(prompt)
         else:
-            prompts.append(token_ids(item, f"prompt[{i}]", limits))
+            prompts.append(token_ids(prompt, f"prompt[{i}]", limits))
     return prompts
 
 

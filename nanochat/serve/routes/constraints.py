@@ -56,28 +56,38 @@ def _grammar(form: Form, schema: str | None, max_thought: int | None) -> str | N
         return schema
     if schema is None and not names and (max_thought is None or form.closed):
         return None
-    answers = []
-    rules = []
-    if names:
-        answers.append("calls")
-        rules += _call_rules(tools, names, form.calls == "xml")
-    if not tools.forced:
-        answers.append("text")
-        text = TEXT if schema is None else _json(json.loads(schema), COMPACT)
-        rules.append(f"text: {text}")
-    rules = [f"answer: {' | '.join(answers)}", *rules]
+    rules = _answer_rules(form, names, schema)
     if marks is None or form.closed:
         return "\n".join(["start: answer", *rules])
-    budget = "" if max_thought is None else f", max_tokens={max_thought}"
-    opening = "" if form.opened else _quoted(marks.open)
-    rules.append(f'think: {opening} thought "\\n\\n"')
-    if max_thought == 0:
-        rules.append(f"thought: {_quoted(marks.close)}")
-    else:
-        rules.append(f"thought[suffix={_quoted(marks.close)}{budget}]: {TEXT}")
     must_think = form.opened or max_thought is not None
     think = "think" if must_think else "think?"
+    opening = "" if form.opened else marks.open
+    rules += _thought_rules(opening, marks.close, max_thought)
     return "\n".join([f"start: {think} answer", *rules])
+
+
+def _answer_rules(form: Form, names: Sequence[str], schema: str | None) -> list[str]:
+    """Return the rules of an answer: calls of these functions, or text unless a call is forced."""
+    kinds = []
+    rules = []
+    if names:
+        kinds.append("calls")
+        rules += _call_rules(form.tools, names, form.calls == "xml")
+    if not form.tools.forced:
+        kinds.append("text")
+        text = TEXT if schema is None else _json(json.loads(schema), COMPACT)
+        rules.append(f"text: {text}")
+    return [f"answer: {' | '.join(kinds)}", *rules]
+
+
+def _thought_rules(opening: str, closing: str, max_thought: int | None) -> list[str]:
+    """Return the rules of a thought between two marks; the first is "" if the prompt has it."""
+    begin = _quoted(opening) if opening else ""
+    think = f'think: {begin} thought "\\n\\n"'
+    if max_thought == 0:
+        return [think, f"thought: {_quoted(closing)}"]
+    budget = "" if max_thought is None else f", max_tokens={max_thought}"
+    return [think, f"thought[suffix={_quoted(closing)}{budget}]: {TEXT}"]
 
 
 def _call_rules(tools: Tools, names: Sequence[str], is_xml: bool) -> list[str]:

@@ -246,8 +246,8 @@ def _reply_parts(items: Any, name: str) -> tuple[Part, ...]:
     Raises ApiError (400) if a part has any other format.
     """
     parts: list[Part] = []
-    for item in items if isinstance(items, list) else [items]:
-        fields = item if isinstance(item, dict) else {}
+    for reply_part in items if isinstance(items, list) else [items]:
+        fields = reply_part if isinstance(reply_part, dict) else {}
         expression = fields.get("expression")
         text = fields.get("text")
         if isinstance(expression, str) and fields.get("type") == "tool":

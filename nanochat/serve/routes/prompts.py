@@ -153,7 +153,7 @@ def make_prompt(
         prompt = render_chat(conversation, tokenizer, field)
         if len(prompt) <= room:
             return prompt, too_old
-    head = messages[: messages[0].role == "system"]
+    head = messages[:1] if messages[0].role == "system" else ()
     turns = messages[len(head) :]
 
     def render_without(dropped: int) -> list[int]:

@@ -1,4 +1,7 @@
-"""Collects the pieces of a growing reply: thoughts, words, calculations and calls of functions."""
+"""Collects the pieces of a growing reply: thoughts, words, calculations and calls of functions.
+
+The tokens spell Parts. A client gets Pieces, and may send back what Reply.parts holds.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -104,7 +107,8 @@ class Reply:
         if last:
             self._end_calculation(None, pieces)
             self._add_text("", pieces, last=True)
-        self.thought_tokens += was_thinking or self._thinking
+        if was_thinking or self._thinking:
+            self.thought_tokens += 1
         return pieces
 
     @property
@@ -141,7 +145,8 @@ class Reply:
                 return
             self._blank = ""
             piece = Words(text)
-        self._is_over |= isinstance(piece, Call) and bool(self.calls) and self._has_one_call
+        if isinstance(piece, Call) and self.calls and self._has_one_call:
+            self._is_over = True
         if self._is_over:
             return
         if isinstance(piece, Thought):

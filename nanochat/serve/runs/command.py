@@ -23,33 +23,33 @@ Field = Mapping[str, Any]
 Values = Mapping[str, Any]
 
 
-def _refuse(name: str, rule: str) -> ApiError:
+def _refusal(name: str, rule: str) -> ApiError:
     return ApiError(400, "invalid_value", f"{name} {rule}", name)
 
 
 def _text(name: str, value: Any) -> str:
     """Return a text that can be an argument of a program; raises ApiError (400) for others."""
     if not isinstance(value, str):
-        raise _refuse(name, f"must be a text, got {type(value).__name__}")
+        raise _refusal(name, f"must be a text, got {type(value).__name__}")
     if len(value) > LONGEST_VALUE:
-        raise _refuse(name, f"must have {LONGEST_VALUE:,} characters at most, got {len(value):,}")
+        raise _refusal(name, f"must have {LONGEST_VALUE:,} characters at most, got {len(value):,}")
     if "\0" in value:
-        raise _refuse(name, "must not hold the character NUL, which no argument can hold")
+        raise _refusal(name, "must not hold the character NUL, which no argument can hold")
     if not value.isascii() and value.encode(errors="replace").decode() != value:
-        raise _refuse(name, "must be Unicode, without halves of surrogate pairs")
+        raise _refusal(name, "must be Unicode, without halves of surrogate pairs")
     return value
 
 
 def _items(name: str, value: Any) -> list[str]:
     """Return the items of a list; raises ApiError (400) if one cannot be an argument."""
     if not isinstance(value, list):
-        raise _refuse(name, f"must be a list of texts, got {type(value).__name__}")
+        raise _refusal(name, f"must be a list of texts, got {type(value).__name__}")
     if len(value) > MOST_ITEMS:
-        raise _refuse(name, f"must have {MOST_ITEMS} items at most, got {len(value)}")
+        raise _refusal(name, f"must have {MOST_ITEMS} items at most, got {len(value)}")
     items = [_text(name, item) for item in value]
     for item in items:
         if item.startswith("-"):
-            raise _refuse(name, f"has {item[:80]!r}, which looks like a flag: write ./{item[:80]}")
+            raise _refusal(name, f"has {item[:80]!r}, which looks like a flag: write ./{item[:80]}")
     return [item for item in items if item]
 
 
@@ -61,7 +61,7 @@ def arguments(fields: Sequence[Field], values: Values) -> list[str]:
     """
     unknown = sorted(set(values) - {field["name"] for field in fields})
     if unknown:
-        raise _refuse(_text("name", unknown[0])[:80], "is not a field of this form")
+        raise _refusal(_text("name", unknown[0])[:80], "is not a field of this form")
     words: list[str] = []
     for field in fields:
         name = field["name"]
@@ -69,7 +69,7 @@ def arguments(fields: Sequence[Field], values: Values) -> list[str]:
         flag = f"--{name}"
         if field["kind"] == SWITCH:
             if not isinstance(value, bool):
-                raise _refuse(name, f"must be true or false, got {type(value).__name__}")
+                raise _refusal(name, f"must be true or false, got {type(value).__name__}")
             flag_words = [f"{flag}={value}"]
         elif field["kind"] == LIST:
             value = _items(name, value)
@@ -77,7 +77,7 @@ def arguments(fields: Sequence[Field], values: Values) -> list[str]:
         else:
             flag_words = [f"{flag}={_text(name, value)}"] if value != "" else []
         if field["required"] and not flag_words:
-            raise _refuse(name, "must be given")
+            raise _refusal(name, "must be given")
         if value != field["default"]:
             words += flag_words
     return words

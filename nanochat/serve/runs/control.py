@@ -82,7 +82,8 @@ class Control:
 
     def __init__(self, runs: Runs, starter: Starter):
         """Serve the page of `runs`."""
-        self.runs, self.starter = runs, starter
+        self.runs = runs
+        self.starter = starter
         self._turns = Turns(MOST_WAITING)
         self._fields: dict[str, list[command.Field]] = {}  # by stage
 
@@ -180,9 +181,9 @@ class Control:
                 raise ApiError(413, "body_too_large", text)
         check_sender(request, self.runs.has_key)
         with contextlib.suppress(ValueError):
-            value = parse_json(bytes(body))
-            if isinstance(value, dict):
-                return value
+            fields = parse_json(bytes(body))
+            if isinstance(fields, dict):
+                return fields
         raise ApiError(400, "invalid_json", "the body must be a JSON object")
 
     async def _run_of(self, request: Request, key: Any) -> Run:
@@ -204,7 +205,8 @@ class Control:
     async def _filled(self, request: Request) -> Filled:
         """Return the form in the body of a request, with the values of a run that it resumes."""
         body = await self._body(request)
-        key, values = body.get("run") or "", body.get("values", {})
+        key = body.get("run") or ""
+        values = body.get("values", {})
         if not isinstance(key, str) or not isinstance(values, dict):
             text = "run must be the id of a run, and values an object"
             raise ApiError(400, "invalid_request", text)

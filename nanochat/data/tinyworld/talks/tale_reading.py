@@ -95,7 +95,7 @@ def sentences(text: str) -> list[str]:
 def meanings(sentence: str, language: Language) -> list[Meaning]:
     """Return every meaning that a sentence can have, or [] if the grammar cannot make it."""
     table = slots(language)
-    result: list[Meaning] = []
+    readings: list[Meaning] = []
     for rule in _rules(language):
         match = rule.pattern.fullmatch(sentence)
         if match is None:
@@ -105,8 +105,8 @@ def meanings(sentence: str, language: Language) -> list[Meaning]:
             if facts is not None:
                 facts = together(facts, table[slot][text])
         if facts is not None:
-            result.append(Meaning(rule.place, facts, rule.speaks_of))
-    return result
+            readings.append(Meaning(rule.place, facts, rule.speaks_of))
+    return readings
 
 
 def together(left: Facts, right: Facts) -> Facts | None:

@@ -29,9 +29,9 @@ class Messages:
             self._names.append("system")
         for i, item in enumerate(items):
             name = f"messages[{i}]"
-            read = self._message(item, name)
-            messages += read
-            self._names += [name] * len(read)
+            chat_messages = self._message(item, name)
+            messages += chat_messages
+            self._names += [name] * len(chat_messages)
         if messages and messages[-1].get("tool_calls"):
             name = self._names[-1]
             raise invalid(f"{name} calls a tool: send the tool_result after it", name)
