@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanochat.common import UserError
-from nanochat.data.conversation import Conversation, Message
+from nanochat.data.conversation import Conversation, Message, user
 from nanochat.serve.formats.thoughts import closing
 from nanochat.serve.routes.fields import ApiError, flag, invalid
 from nanochat.serve.routes.messages import alternating, answerable
@@ -165,7 +165,8 @@ def make_prompt(
     dropped = 0
     if truncate:
         newest = len(render_without(starts[-1]))
-        dropped = _dropped_turns(turns, starts, newest, room, tokenizer)
+        without_head = replace(conversation, messages=turns)
+        dropped = _dropped_turns(without_head, starts, newest, room, tokenizer)
     prompt = render_without(dropped)
     # A template may merge the system message with the first turn, which makes the prompt longer.
     while truncate and len(prompt) > room and dropped < starts[-1]:
@@ -254,7 +255,7 @@ def least_tokens(
 
 
 def _dropped_turns(
-    turns: tuple[Message, ...],
+    conversation: Conversation,
     starts: Sequence[int],
     length: int,
     room: int,
@@ -262,17 +263,24 @@ def _dropped_turns(
 ) -> int:
     """Return how many of the oldest turns to drop so that the prompt should fit into `room` tokens.
 
-    `starts` are the turns with which an exchange begins. `length` is the token count of a prompt
-    with only the system message, if any, and the last exchange, which are never dropped. Exchanges
-    are rendered from the end, each once, and only until one does not fit.
+    `conversation` has no system message, and `starts` are the turns with which an exchange begins.
+    `length` is the token count of a prompt with only the system message, if any, and the last
+    exchange, which are never dropped. Exchanges are rendered from the end, each once, and only
+    until one does not fit.
     """
+    turns = conversation.messages
+    options = {name: value for name, value in conversation.options.items() if name != "tools"}
+
+    def rendered(*messages: Message) -> int:
+        return len(tokenizer.render_prompt(Conversation(messages, options=options)))
+
+    # In front of another question, since templates write instructions of their own at the beginning
+    # of a chat, and leave out the thoughts of earlier replies.
+    question = user("a")
+    question_length = rendered(question)
     dropped = starts[-1]
     for start in reversed(starts[:-1]):
-        exchange = Conversation(turns[start:dropped])
-        if exchange.needs_template:  # the opening of a reply makes up for the words after the calls
-            length += len(tokenizer.render_prompt(exchange))
-        else:
-            length += len(tokenizer.render(exchange).ids) - 1
+        length += rendered(*turns[start:dropped], question) - question_length
         if length > room:
             break
         dropped = start
