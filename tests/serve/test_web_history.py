@@ -70,6 +70,12 @@ def test_the_day_before_today_is_yesterday_where_the_clocks_have_changed(browser
         expect(page.locator("#history-list h3")).to_have_text(["Yesterday"])
 
 
+def test_a_title_ends_with_a_whole_character(page):
+    ask_in_new_chats(page, "x" * 79 + "🌍")
+    show(page)
+    expect(chats(page)).to_have_text(["x" * 79])
+
+
 def test_search_looks_in_titles_and_texts(page):
     ask_in_new_chats(page, "hello", "sum", "Pinguine")
     show(page)
