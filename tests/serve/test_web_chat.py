@@ -97,6 +97,14 @@ def test_a_question_without_an_answer_goes_to_the_input_box_when_another_chat_is
     expect(page.locator("#prompt")).to_have_value("a draft")
 
 
+def test_an_example_leaves_what_stands_in_the_input_box(page):
+    page.fill("#prompt", "a draft")
+    page.locator("#examples button").first.click()
+    expect(page.locator(".turn.model")).to_have_count(1)
+    finished(page)
+    expect(page.locator("#prompt")).to_have_value("a draft")
+
+
 # --- again ---------------------------------------------------------------------------------------
 
 
