@@ -42,7 +42,7 @@ export async function request(path, options) {
     if (failure.name === "AbortError") throw failure;
     throw new ChatError("unreachable");
   }
-  if (response.status === 401 && askForKey()) return request(path, options);
+  if (response.status === 401 && (keptKey() !== key || askForKey())) return request(path, options);
   if (!response.ok && response.status !== 304) throw await refusal(response);
   return response;
 }
