@@ -198,6 +198,21 @@ def test_a_suspended_reply_that_is_resumed_reads_nothing_again(model):
     assert said == cold(model, words(40, 95)).tokens
 
 
+def test_what_a_suspended_request_had_read_itself_does_not_count_as_reused(model):
+    engine = Engine(model, TOKENIZER, slots=2, prefill_tokens=24)
+    engine.generate([words(30, 97)], GREEDY)
+    prompt = [*words(30, 97), *words(70, 98)]
+    number = engine.submit(prompt, GREEDY)
+    assert engine.step() == []  # it has read a part of its prompt
+    engine.suspend(number)
+    engine.resume(number)
+    reply = Completion()
+    while engine.busy:
+        for event in engine.step():
+            reply.add(event)
+    assert (reply.reused, engine.prompt_tokens_reused) == (30, 30)
+
+
 def test_a_suspended_request_can_be_cancelled(model):
     engine = Engine(model, TOKENIZER, slots=1)
     number = engine.submit(words(20, 96), GREEDY)

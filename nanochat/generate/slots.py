@@ -55,6 +55,7 @@ class Request:
     grammar: Grammar | None = None
     cached: int = 0  # how many of the tokens are in the cache
     reused: int = 0  # how many of the cached tokens came from another request
+    cached_before: int = 0  # how many of the tokens were in the cache before it was suspended
     # Scores of the prompt from its second token on, if requested.
     prompt_scores: list[Scored] = field(default_factory=list)
     # The states of the slot, by the number of tokens after which they were saved.
@@ -88,7 +89,7 @@ class Request:
             self,
             tokens=list(self.tokens),
             cached=0,
-            reused=0,
+            cached_before=max(self.cached, self.cached_before),
             prompt_scores=[],
             saved_states={},
         )
@@ -266,7 +267,7 @@ class Slots:
                 self.cache.cut(slot, length, donor.tokens[length - 1])
             else:
                 self.cache.restore(slice(slot, slot + 1), donor.saved_states[length])
-        reused = length - request.cached
+        reused = max(0, length - max(request.cached, request.cached_before))
         request.reused += reused
         self.reused_tokens += reused
         request.cached = length
