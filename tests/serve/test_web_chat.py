@@ -262,6 +262,20 @@ def test_a_key_in_the_address_opens_the_page_and_leaves_the_address(browser):
         assert page.url == f"{url}/"
 
 
+def test_a_key_in_an_address_that_is_entered_where_the_page_is_open_is_taken_too(browser):
+    settings = replace(SETTINGS, api_key="second")
+    with running(FakeEngine(REPLIES), settings=settings) as url, browser.new_page(locale="en") as page:
+        page.on("dialog", lambda dialog: dialog.dismiss())
+        page.goto(f"{url}/#key=first")
+        expect(page.locator("#model-name")).to_have_text("server not reachable")
+        page.fill("#prompt", "hello")
+        page.goto(f"{url}/#key=second")
+        expect(page.locator("#model-name")).to_have_text("Small model")
+        assert page.url == f"{url}/"
+        page.press("#prompt", "Enter")
+        expect(answers(page)).to_have_text("你好，世界！🌍")
+
+
 def test_requests_that_are_refused_at_the_same_time_ask_for_the_key_once(browser):
     asked: list[str] = []
     settings = replace(SETTINGS, api_key="secret")
