@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
@@ -307,9 +307,10 @@ def reply(chat: Chat, question: str) -> bool:
             reply_pieces = local_reply(chat, speaker, question, stopped)
         else:
             reply_pieces = server_reply(chat, speaker, question, stopped)
-        for piece in reply_pieces:
-            pieces.append(piece)
-            call = show(piece, chat, call)
+        with contextlib.closing(reply_pieces):
+            for piece in reply_pieces:
+                pieces.append(piece)
+                call = show(piece, chat, call)
     end_thought(chat)
     show_unfinished(chat, call)
     print(file=chat.out, flush=True)
@@ -333,7 +334,7 @@ def local_reply(
     local: Local,
     question: str,
     stopped: Callable[[], bool],
-) -> Iterator[Part | Thought]:
+) -> Generator[Part | Thought, None, None]:
     """Yield the parts and thoughts of a reply that is generated here.
 
     The reply ends by itself, or when `stopped` returns true.
@@ -348,14 +349,19 @@ def local_reply(
     stream = TextStream(tokenizer, tokenizer.strips_space and local.loaded.stage != "base")
     marks, is_opened, _ = thought_state(prompt, tokenizer)
     thoughts = Thoughts(marks, is_opened) if marks else None
-    while engine.busy and not stopped():
-        for event in engine.step():
-            if event.broken:
-                raise UserError(broken_model())
-            local.tokens += 1
-            local.finish = event.finish
-            yield from thoughts_apart(stream.push(event.token), thoughts)
-    engine.cancel(request_number)
+    try:
+        while engine.busy and not stopped():
+            for event in engine.step():
+                if event.broken:
+                    raise UserError(broken_model())
+                local.tokens += 1
+                local.finish = event.finish
+                yield from thoughts_apart(stream.push(event.token), thoughts)
+        engine.cancel(request_number)
+    except BaseException:  # a second Ctrl-C may have broken off a pass
+        engine.cancel(request_number)
+        engine.forget()
+        raise
     local.used = len(prompt) + local.tokens
     yield from thoughts_apart(stream.flush(), thoughts, last=True)
 
@@ -365,7 +371,7 @@ def server_reply(
     server: Remote,
     question: str,
     stopped: Callable[[], bool],
-) -> Iterator[Part | Thought]:
+) -> Generator[Part | Thought, None, None]:
     """Yield the parts and thoughts of a reply that a server generates, as local_reply() does."""
     settings: dict[str, Any] = {"seed": chat.sampling.seed + chat.replies}
     for name, value in chat.settings.items():
@@ -514,6 +520,10 @@ def converse(chat: Chat) -> None:
                     reply(chat, line.strip())
             except UserError as mistake:
                 chat.dim(str(mistake))
+            except KeyboardInterrupt:  # a second Ctrl-C, before the first one had any effect
+                end_thought(chat)
+                print(file=chat.out)
+                chat.note("stopped")
 
 
 def open_chat(cfg: Config, notes: TextIO) -> Chat:

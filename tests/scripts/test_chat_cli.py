@@ -231,6 +231,27 @@ def test_ctrl_c_stops_the_reply_only_and_keeps_what_was_said(monkeypatch):
     assert chat_cli.reply(chat, "the cat")
 
 
+def test_a_second_ctrl_c_ends_the_reply_and_not_the_chat(monkeypatch):
+    """A pass of a large model takes seconds, in which a reader presses the keys again."""
+    chat, _, notes = open_chat(monkeypatch)
+    engine = chat.speaker.engine
+    step = engine.step
+    lines = iter(["the cat", "the cat", "/quit"])
+    presses = iter([2])
+
+    def press() -> list[Any]:
+        events = step()
+        for _ in range(next(presses, 0) if events else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+        return events
+
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr(engine, "step", press)
+    chat_cli.converse(chat)
+    assert notes.getvalue().count("stopped") == 1 and not engine.busy
+    assert [message.role for message in chat.messages] == ["user", "assistant"]
+
+
 @pytest.mark.parametrize("opened", [True, False])
 def test_thoughts_are_notes_and_part_of_the_message_without_their_marks(monkeypatch, opened):
     chat, out, notes = open_chat(monkeypatch)

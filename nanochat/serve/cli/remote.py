@@ -8,7 +8,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 from urllib.parse import unquote, urlsplit, urlunsplit
 
@@ -107,7 +107,7 @@ class Remote:
         messages: Sequence[Message],
         settings: dict[str, Any],
         stopped: Callable[[], bool],
-    ) -> Iterator[Part | Thought]:
+    ) -> Generator[Part | Thought, None, None]:
         """Yield the parts and thoughts of a reply as they arrive, until it ends or `stopped` returns true.
 
         Raises UserError if the server does not answer, refuses the request, fails later, or closes
