@@ -319,6 +319,8 @@ def reply(chat: Chat, question: str) -> bool:
     if message:
         chat.messages += [user(question), message]
         chat.replies += 1
+    if isinstance(speaker, Remote) and speaker.forgotten:
+        chat.note("forgotten", count=speaker.forgotten)
     note_ending(chat, speaker.finish, message is not None)
     rate = speaker.tokens / max(seconds, 1e-6)
     if isinstance(speaker, Local):

@@ -39,7 +39,8 @@ LARGEST_SETTING = 10**9
 class Remote:
     """A chat server, whose first listed model answers.
 
-    After a reply, `finish` says why it ended, and `tokens` how long it was, if the server said so.
+    After a reply, `finish` says why it ended, and, if the server said so, `tokens` how long it was
+    and `forgotten` how many of the first messages the model did not see.
     """
 
     def __init__(self, url: str, api_key: str):
@@ -82,6 +83,7 @@ class Remote:
         self.context = context if self._ours and _is_count(context) else None  # in tokens
         self.finish: str | None = None
         self.tokens = 0
+        self.forgotten = 0
 
     def settings(self, flags: Mapping[str, Any]) -> dict[str, Any]:
         """Return a reply's sampling settings as a dict from name to value.
@@ -115,6 +117,7 @@ class Remote:
         """
         self.finish = None
         self.tokens = 0
+        self.forgotten = 0
         body = self._body(messages, settings)
         lines: queue.SimpleQueue[bytes | Exception | None] = queue.SimpleQueue()
         response = self._send("POST", "chat/completions", body)
@@ -172,7 +175,7 @@ class Remote:
         return {"reasoning_content": thought} if thought and self._ours else {}
 
     def _parts(self, data: bytes) -> Iterator[Part | Thought]:
-        """Yield the parts and thoughts that an event holds, and update `finish` and `tokens`.
+        """Yield the parts and thoughts that an event holds, and update what reply() says of it.
 
         Raises UserError if the event is an error, or not a chat completion.
         """
@@ -189,6 +192,9 @@ class Remote:
             tokens = (value.get("usage") or {}).get("completion_tokens")
             if _is_count(tokens):
                 self.tokens = tokens
+            forgotten = value.get("truncated_messages")  # only our server leaves messages out
+            if _is_count(forgotten):
+                self.forgotten = forgotten
             for choice in value["choices"]:
                 self.finish = _text_in(choice, "finish_reason") or self.finish
                 delta = choice.get("delta") or {}

@@ -66,6 +66,18 @@ def test_thoughts_come_apart_and_go_back_with_the_chat():
         assert chat_cli.reply(chat, "next")
 
 
+def test_a_server_that_leaves_the_first_messages_out_is_heard():
+    with running(FakeEngine({}, length=100)) as url:
+        notes = io.StringIO()
+        chat = Chat(Remote(url, ""), chat_cli.Sampling(), "en", io.StringIO(), notes)
+        for _ in range(2):
+            assert chat_cli.reply(chat, "one two three")
+        assert "no longer sees" not in notes.getvalue()
+        assert chat_cli.reply(chat, "four " * 8)
+        assert "the model no longer sees the first 4 messages" in notes.getvalue()
+        assert chat_cli.reply(chat, "next") and chat.speaker.forgotten
+
+
 def test_stop_frees_the_servers_slot(url, engine):
     engine.gated = True
     remote, stop = Remote(url, KEY), threading.Event()
