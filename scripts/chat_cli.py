@@ -326,7 +326,7 @@ def reply(chat: Chat, question: str) -> bool:
     if isinstance(speaker, Local):
         context = speaker.engine.length
         chat.note("speed", tokens=speaker.tokens, rate=rate, used=speaker.used, context=context)
-    else:
+    elif speaker.tokens:
         chat.note("rate", tokens=speaker.tokens, rate=rate)
     return speaker.finish is not None
 

@@ -272,6 +272,15 @@ def test_a_reply_ends_with_a_reason_or_with_done(end, finish):
     assert (remote.finish, parts) == (finish, [Part("text", "hi")])
 
 
+def test_a_length_that_the_server_does_not_say_is_not_shown():
+    """It said 0 tokens, 0 tokens/s, as for every reply that Ctrl-C stopped."""
+    with scripted(listing(), answer(WORDS + b"data: [DONE]\n\n")) as (host, _):
+        notes = io.StringIO()
+        chat = Chat(Remote(f"http://{host}", ""), chat_cli.Sampling(), "en", io.StringIO(), notes)
+        assert chat_cli.reply(chat, "hello")
+    assert notes.getvalue() == ""
+
+
 @pytest.mark.parametrize("end", [b"", b"data: [DO", b": comment\n\n"])
 def test_a_reply_without_a_reason_or_done_ended_too_early(end):
     with pytest.raises(UserError, match=r"ended the reply too early \(the server closed"):
