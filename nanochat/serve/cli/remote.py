@@ -19,6 +19,7 @@ from nanochat.common import UserError, parse_json, tr
 from nanochat.data.conversation import Message, Part
 from nanochat.data.sources import net
 from nanochat.serve.formats.pieces import Thought
+from nanochat.serve.routes.messages import as_request
 
 CONNECT_SECONDS = 10
 READ_SECONDS = 600  # a busy server may take minutes to its first token
@@ -164,15 +165,20 @@ class Remote:
         if self._ours:
             body["truncation"] = "auto"
         body["messages"] = [
-            {"role": message.role, "content": _text(message), **self._thought(message)}
+            {"role": message.role, "content": _text(message), **self._more(message)}
             for message in messages
         ]
         return body
 
-    def _thought(self, message: Message) -> dict[str, str]:
-        """Return the thought of a message for our own server, whose template drops it or not."""
-        thought = message.fields.get("reasoning_content")
-        return {"reasoning_content": thought} if thought and self._ours else {}
+    def _more(self, message: Message) -> dict[str, Any]:
+        """Return what only our own server reads: the thought of a message, and its calculations."""
+        if not self._ours or message.role != "assistant":
+            return {}
+        more = {key: value for key, value in message.fields.items() if key == "reasoning_content"}
+        kinds = [part.kind for part in message.parts]
+        if "python" in kinds and kinds[0] != "python_output":  # else there is no call before it
+            more["parts"] = as_request(message)["parts"]
+        return more
 
     def _parts(self, data: bytes) -> Iterator[Part | Thought]:
         """Yield the parts and thoughts that an event holds, and update what reply() says of it.

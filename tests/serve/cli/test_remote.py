@@ -98,6 +98,9 @@ def test_terminal_chat_keeps_the_turns_and_asks_for_its_settings(url, engine, mo
     assert chat_cli.reply(chat, "sum") and chat_cli.reply(chat, "hello")
     assert out.getvalue() == "37 × 48 = 1776\n你好\n" and "[37*48 = 1776]" in notes.getvalue()
     call = (Part("python", "37*48"), Part("python_output", "1776"))
+    heard = engine.seen[-1].prompt  # the model sees its calls, as in a chat with a model that is loaded here
+    start, end = (engine.tokenizer.special(f"python_{place}") for place in ("start", "end"))
+    assert bytes(heard[heard.index(start) + 1 : heard.index(end)]) == b"37*48"
     assert [message.text for message in chat.messages] == ["be brief", "sum", "37 × 48 = 1776", "hello", "你好"]
     assert call[0] in chat.messages[2].parts and chat.messages[0] == system("be brief")
     first, second = (seen.sampling for seen in engine.seen)
