@@ -48,6 +48,7 @@ from nanochat.serve.cli.texts import TEXTS
 from nanochat.serve.cli.transcript import instructions, read_transcript, write_transcript
 from nanochat.serve.formats.pieces import Thought, Words
 from nanochat.serve.formats.thoughts import Thoughts, thought_state
+from nanochat.serve.routes.prompts import without_thought
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,8 @@ def prompt_tokens(chat: Chat, local: Local, question: str) -> list[int]:
         return [tokenizer.bos, *tokenizer.encode(question)]
     head = instructions(chat.messages)
     turns = [*chat.messages[len(head) :], user(question)]
+    if tokenizer.thought_marks is None:  # a model that thinks may have begun the chat
+        turns = [*map(without_thought, turns)]
     least_reply = length // 4  # always leave room for a reply of this length
     room = length - min(chat.sampling.max_tokens, least_reply)
     for forgotten in range(0, len(turns), 2):

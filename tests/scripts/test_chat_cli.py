@@ -207,6 +207,15 @@ def test_the_first_turns_are_left_out_when_the_context_is_full_and_it_is_said(mo
     assert len(chat.messages) == 17 and not chat.speaker.engine.busy
 
 
+def test_a_chat_with_a_model_that_thinks_is_continued_by_one_that_does_not(monkeypatch):
+    chat, _, _ = open_chat(monkeypatch)
+    thinking = replace(assistant("Two"), fields={"reasoning_content": "I add."})
+    chat.messages = [user("1 + 1?"), thinking]
+    tokens = chat_cli.prompt_tokens(chat, chat.speaker, "the cat")
+    chat.messages = [user("1 + 1?"), assistant("Two")]
+    assert tokens == chat_cli.prompt_tokens(chat, chat.speaker, "the cat")
+
+
 def test_a_base_model_continues_the_text(monkeypatch):
     chat, _, _ = open_chat(monkeypatch)
     chat.speaker.loaded = replace(chat.speaker.loaded, stage="base")
