@@ -29,7 +29,10 @@ RIGHT_TO_LEFT = """(element) => {
 def test_words_that_are_read_from_the_right_stand_so(browser):
     """A full stop at their end was at the right of the first word, and the paragraph at the left."""
     arabic = "مرحبا بالعالم."
-    with running(FakeEngine({arabic: [f"# {arabic}\n{arabic}\n- {arabic}\n\nEnglish."]})) as url, visit(browser, url) as page:
+    with (
+        running(FakeEngine({arabic: [f"# {arabic}\n{arabic}\n- {arabic}\n\nEnglish."]})) as url,
+        visit(browser, url) as page,
+    ):
         ask(page, arabic)
         expect(page.locator(".body li")).to_have_count(1)
         for place in (".bubble", ".body h1", ".body p >> nth=0", ".body li"):
