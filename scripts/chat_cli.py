@@ -362,11 +362,8 @@ def local_reply(
                 local.tokens += 1
                 local.finish = event.finish
                 yield from thoughts_apart(stream.push(event.token), thoughts)
+    finally:
         engine.cancel(request_number)
-    except BaseException:  # a second Ctrl-C may have broken off a pass
-        engine.cancel(request_number)
-        engine.forget()
-        raise
     local.used = len(prompt) + local.tokens
     yield from thoughts_apart(stream.flush(), thoughts, last=True)
 

@@ -224,6 +224,34 @@ def test_a_suspended_request_can_be_cancelled(model):
 # --- states that cannot be cut -------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("prefilling", [False, True])
+def test_a_pass_that_fails_leaves_nothing_to_reuse(model, recurrent, prefilling, monkeypatch):
+    """The cache has read tokens that the slot does not count, as after a lack of memory for the logits."""
+    if recurrent:
+        model = Recurrent(TOKENIZER, LENGTH)
+    engine = Engine(model, TOKENIZER, slots=2, prefill_tokens=20)
+    prompt = words(60, 80)
+    number = engine.submit(prompt, GREEDY)
+    said = [event.token for event in engine.step()]
+    while not said and not prefilling:
+        said = [event.token for event in engine.step()]
+    hidden = model.hidden
+
+    def failing(*args):
+        hidden(*args)
+        raise MemoryError
+
+    monkeypatch.setattr(model, "hidden", failing)
+    with pytest.raises(MemoryError):
+        engine.step()
+    monkeypatch.undo()
+    engine.cancel(number)
+    longer = [*prompt, *said, *words(9, 81)]
+    (reply,) = engine.generate([longer], GREEDY)
+    assert_same(reply, cold(model, longer))
+
+
 def test_a_recurrent_state_is_reused_at_borders_and_ends_only():
     model = Recurrent(TOKENIZER, 4 * STATE_INTERVAL)
     engine = Engine(model, TOKENIZER, slots=3)  # type: ignore[arg-type]
