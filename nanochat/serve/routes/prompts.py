@@ -164,7 +164,7 @@ def make_prompt(
     if truncate:
         newest = len(render_without(starts[-1]))
         without_head = replace(conversation, messages=turns)
-        dropped = _dropped_turns(without_head, starts, newest, room, tokenizer)
+        dropped = _dropped_turns(without_head, starts, newest, room, tokenizer, field)
     prompt = render_without(dropped)
     # A template may merge the system message with the first turn, which makes the prompt longer.
     while truncate and len(prompt) > room and dropped < starts[-1]:
@@ -258,19 +258,20 @@ def _dropped_turns(
     length: int,
     room: int,
     tokenizer: Tokenizer,
+    field: str,
 ) -> int:
     """Return how many of the oldest turns to drop so that the prompt should fit into `room` tokens.
 
     `conversation` has no system message, and `starts` are the turns with which an exchange begins.
     `length` is the token count of a prompt with only the system message, if any, and the last
     exchange, which are never dropped. Exchanges are rendered from the end, each once, and only
-    until one does not fit.
+    until one does not fit. Raises ApiError (400) about `field` if the template refuses one.
     """
     turns = conversation.messages
     options = {name: value for name, value in conversation.options.items() if name != "tools"}
 
     def rendered(*messages: Message) -> int:
-        return len(tokenizer.render_prompt(Conversation(messages, options=options)))
+        return len(render_chat(Conversation(messages, options=options), tokenizer, field))
 
     # In front of another question, since templates write instructions of their own at the beginning
     # of a chat, and leave out the thoughts of earlier replies.

@@ -255,6 +255,14 @@ def test_what_a_template_writes_once_or_leaves_out_counts_for_no_exchange(
     assert len(prompt) < 200 <= len(tokenizer.render_prompt(older))
 
 
+def test_an_old_exchange_that_the_template_refuses_is_the_mistake_of_the_client(tmp_path: Path) -> None:
+    refuses = "{% for m in messages %}{% if 'bad' in m.content %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    tokenizer = folder(tmp_path, refuses + THINKER)
+    chat = Conversation((user("bad"), assistant("Yes"), *(user("Rain?"), assistant("Yes")) * 5, user("Snow?")))
+    with pytest.raises(ApiError, match="refuses input"):
+        make_prompt(chat, 1, True, tokenizer, 4096, "input")
+
+
 def test_messages_in_a_row_become_one_with_the_thoughts_and_calls_of_both(tmp_path: Path) -> None:
     def thinking(number: str) -> dict[str, Any]:
         return {**called(number), "reasoning_content": f"thought {number}"}
