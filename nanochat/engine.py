@@ -338,14 +338,18 @@ class Engine:
         """Run one step, and return the events of the tokens that it produced.
 
         A step admits waiting requests, prefills some of their prompts, and decodes the next token
-        of each ready request.
+        of each ready request. If it raises an exception, cancel the requests in flight.
         """
-        self._admit()
-        replies_run = self._slots.ready() > 0
-        budget = self._beside_replies.tokens if replies_run else self.prefill_tokens
         start = time.perf_counter()
-        prompts_read = self._prefill(budget)
-        events = self._decode()
+        try:
+            self._admit()
+            replies_run = self._slots.ready() > 0
+            budget = self._beside_replies.tokens if replies_run else self.prefill_tokens
+            prompts_read = self._prefill(budget)
+            events = self._decode()
+        except BaseException:  # such as a lack of memory, or Ctrl-C
+            self._slots.spoil()
+            raise
         if replies_run:
             self._beside_replies.note_step(time.perf_counter() - start, prompts_read)
         return events

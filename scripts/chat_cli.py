@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
@@ -48,6 +48,7 @@ from nanochat.serve.cli.texts import TEXTS
 from nanochat.serve.cli.transcript import instructions, read_transcript, write_transcript
 from nanochat.serve.formats.pieces import Thought, Words
 from nanochat.serve.formats.thoughts import Thoughts, thought_state
+from nanochat.serve.routes.prompts import without_thought
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,8 @@ def prompt_tokens(chat: Chat, local: Local, question: str) -> list[int]:
         return [tokenizer.bos, *tokenizer.encode(question)]
     head = instructions(chat.messages)
     turns = [*chat.messages[len(head) :], user(question)]
+    if tokenizer.thought_marks is None:  # a model that thinks may have begun the chat
+        turns = [*map(without_thought, turns)]
     least_reply = length // 4  # always leave room for a reply of this length
     room = length - min(chat.sampling.max_tokens, least_reply)
     for forgotten in range(0, len(turns), 2):
@@ -307,9 +310,10 @@ def reply(chat: Chat, question: str) -> bool:
             reply_pieces = local_reply(chat, speaker, question, stopped)
         else:
             reply_pieces = server_reply(chat, speaker, question, stopped)
-        for piece in reply_pieces:
-            pieces.append(piece)
-            call = show(piece, chat, call)
+        with contextlib.closing(reply_pieces):
+            for piece in reply_pieces:
+                pieces.append(piece)
+                call = show(piece, chat, call)
     end_thought(chat)
     show_unfinished(chat, call)
     print(file=chat.out, flush=True)
@@ -318,12 +322,14 @@ def reply(chat: Chat, question: str) -> bool:
     if message:
         chat.messages += [user(question), message]
         chat.replies += 1
+    if isinstance(speaker, Remote) and speaker.forgotten:
+        chat.note("forgotten", count=speaker.forgotten)
     note_ending(chat, speaker.finish, message is not None)
     rate = speaker.tokens / max(seconds, 1e-6)
     if isinstance(speaker, Local):
         context = speaker.engine.length
         chat.note("speed", tokens=speaker.tokens, rate=rate, used=speaker.used, context=context)
-    else:
+    elif speaker.tokens:
         chat.note("rate", tokens=speaker.tokens, rate=rate)
     return speaker.finish is not None
 
@@ -333,7 +339,7 @@ def local_reply(
     local: Local,
     question: str,
     stopped: Callable[[], bool],
-) -> Iterator[Part | Thought]:
+) -> Generator[Part | Thought, None, None]:
     """Yield the parts and thoughts of a reply that is generated here.
 
     The reply ends by itself, or when `stopped` returns true.
@@ -348,14 +354,16 @@ def local_reply(
     stream = TextStream(tokenizer, tokenizer.strips_space and local.loaded.stage != "base")
     marks, is_opened, _ = thought_state(prompt, tokenizer)
     thoughts = Thoughts(marks, is_opened) if marks else None
-    while engine.busy and not stopped():
-        for event in engine.step():
-            if event.broken:
-                raise UserError(broken_model())
-            local.tokens += 1
-            local.finish = event.finish
-            yield from thoughts_apart(stream.push(event.token), thoughts)
-    engine.cancel(request_number)
+    try:
+        while engine.busy and not stopped():
+            for event in engine.step():
+                if event.broken:
+                    raise UserError(broken_model())
+                local.tokens += 1
+                local.finish = event.finish
+                yield from thoughts_apart(stream.push(event.token), thoughts)
+    finally:
+        engine.cancel(request_number)
     local.used = len(prompt) + local.tokens
     yield from thoughts_apart(stream.flush(), thoughts, last=True)
 
@@ -365,7 +373,7 @@ def server_reply(
     server: Remote,
     question: str,
     stopped: Callable[[], bool],
-) -> Iterator[Part | Thought]:
+) -> Generator[Part | Thought, None, None]:
     """Yield the parts and thoughts of a reply that a server generates, as local_reply() does."""
     settings: dict[str, Any] = {"seed": chat.sampling.seed + chat.replies}
     for name, value in chat.settings.items():
@@ -514,6 +522,10 @@ def converse(chat: Chat) -> None:
                     reply(chat, line.strip())
             except UserError as mistake:
                 chat.dim(str(mistake))
+            except KeyboardInterrupt:  # a second Ctrl-C, before the first one had any effect
+                end_thought(chat)
+                print(file=chat.out)
+                chat.note("stopped")
 
 
 def open_chat(cfg: Config, notes: TextIO) -> Chat:

@@ -198,6 +198,21 @@ def test_a_suspended_reply_that_is_resumed_reads_nothing_again(model):
     assert said == cold(model, words(40, 95)).tokens
 
 
+def test_what_a_suspended_request_had_read_itself_does_not_count_as_reused(model):
+    engine = Engine(model, TOKENIZER, slots=2, prefill_tokens=24)
+    engine.generate([words(30, 97)], GREEDY)
+    prompt = [*words(30, 97), *words(70, 98)]
+    number = engine.submit(prompt, GREEDY)
+    assert engine.step() == []  # it has read a part of its prompt
+    engine.suspend(number)
+    engine.resume(number)
+    reply = Completion()
+    while engine.busy:
+        for event in engine.step():
+            reply.add(event)
+    assert (reply.reused, engine.prompt_tokens_reused) == (30, 30)
+
+
 def test_a_suspended_request_can_be_cancelled(model):
     engine = Engine(model, TOKENIZER, slots=1)
     number = engine.submit(words(20, 96), GREEDY)
@@ -207,6 +222,34 @@ def test_a_suspended_request_can_be_cancelled(model):
 
 
 # --- states that cannot be cut -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("prefilling", [False, True])
+def test_a_pass_that_fails_leaves_nothing_to_reuse(model, recurrent, prefilling, monkeypatch):
+    """The cache has read tokens that the slot does not count, as after a lack of memory for the logits."""
+    if recurrent:
+        model = Recurrent(TOKENIZER, LENGTH)
+    engine = Engine(model, TOKENIZER, slots=2, prefill_tokens=20)
+    prompt = words(60, 80)
+    number = engine.submit(prompt, GREEDY)
+    said = [event.token for event in engine.step()]
+    while not said and not prefilling:
+        said = [event.token for event in engine.step()]
+    hidden = model.hidden
+
+    def failing(*args):
+        hidden(*args)
+        raise MemoryError
+
+    monkeypatch.setattr(model, "hidden", failing)
+    with pytest.raises(MemoryError):
+        engine.step()
+    monkeypatch.undo()
+    engine.cancel(number)
+    longer = [*prompt, *said, *words(9, 81)]
+    (reply,) = engine.generate([longer], GREEDY)
+    assert_same(reply, cold(model, longer))
 
 
 def test_a_recurrent_state_is_reused_at_borders_and_ends_only():

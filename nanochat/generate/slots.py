@@ -55,6 +55,7 @@ class Request:
     grammar: Grammar | None = None
     cached: int = 0  # how many of the tokens are in the cache
     reused: int = 0  # how many of the cached tokens came from another request
+    cached_before: int = 0  # how many of the tokens were in the cache before it was suspended
     # Scores of the prompt from its second token on, if requested.
     prompt_scores: list[Scored] = field(default_factory=list)
     # The states of the slot, by the number of tokens after which they were saved.
@@ -62,6 +63,7 @@ class Request:
     # How many tokens the longest common beginning with another request has, if states are saved.
     branch: int = 0
     last_used: int = 0  # when the slot was last used, for eviction
+    spoiled: bool = False  # whether a pass has failed, so that the slot may hold anything
     let_pass: int = 0  # tokens of shorter prompts that were read before this one
 
     @property
@@ -88,9 +90,10 @@ class Request:
             self,
             tokens=list(self.tokens),
             cached=0,
-            reused=0,
+            cached_before=max(self.cached, self.cached_before),
             prompt_scores=[],
             saved_states={},
+            spoiled=False,
         )
 
     def release(self) -> None:
@@ -173,7 +176,7 @@ class Slots:
         """Return how many tokens can be reused from the donor's slot, or 0 if below 16."""
         if request.tokens[:MIN_PREFIX] != donor.tokens[:MIN_PREFIX]:
             return 0
-        if request.sampling.adapter != donor.sampling.adapter:
+        if donor.spoiled or request.sampling.adapter != donor.sampling.adapter:
             return 0
         common = common_prefix(request.tokens, donor.tokens)
         length = min(common, donor.cached, len(request.tokens) - 1)
@@ -266,7 +269,7 @@ class Slots:
                 self.cache.cut(slot, length, donor.tokens[length - 1])
             else:
                 self.cache.restore(slice(slot, slot + 1), donor.saved_states[length])
-        reused = length - request.cached
+        reused = max(0, length - max(request.cached, request.cached_before))
         request.reused += reused
         self.reused_tokens += reused
         request.cached = length
@@ -341,12 +344,12 @@ class Slots:
     def leave(self, slot: int) -> None:
         """End a request, leaving its cached tokens in the first slot behind the active ones.
 
-        If there are fewer than 16, they are dropped. If the request was ready, the last ready
+        If there are fewer than 16, or a pass has failed, they are dropped. If the request was ready, the last ready
         request takes its slot. The prefilling requests then move up in order.
         """
         request = self.requests[slot]
         assert request is not None
-        is_reusable = request.cached >= MIN_PREFIX
+        is_reusable = request.cached >= MIN_PREFIX and not request.spoiled
         last = self.active - 1
         gap = max(slot, self.ready() - 1)  # the slot that the prefilling requests move up to fill
         path = [slot] if gap == slot else [slot, gap]
@@ -381,6 +384,12 @@ class Slots:
         """Empty every slot that no request in flight holds."""
         for slot in range(self.active, len(self.requests)):
             self._drop(slot)
+
+    def spoil(self) -> None:
+        """Reuse nothing that the slots hold, after a pass that may have changed any of them."""
+        self.forget()
+        for request in self.running:
+            request.spoiled = True
 
     # --- reading prompts -------------------------------------------------------------------------
 

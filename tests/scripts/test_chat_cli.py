@@ -207,6 +207,15 @@ def test_the_first_turns_are_left_out_when_the_context_is_full_and_it_is_said(mo
     assert len(chat.messages) == 17 and not chat.speaker.engine.busy
 
 
+def test_a_chat_with_a_model_that_thinks_is_continued_by_one_that_does_not(monkeypatch):
+    chat, _, _ = open_chat(monkeypatch)
+    thinking = replace(assistant("Two"), fields={"reasoning_content": "I add."})
+    chat.messages = [user("1 + 1?"), thinking]
+    tokens = chat_cli.prompt_tokens(chat, chat.speaker, "the cat")
+    chat.messages = [user("1 + 1?"), assistant("Two")]
+    assert tokens == chat_cli.prompt_tokens(chat, chat.speaker, "the cat")
+
+
 def test_a_base_model_continues_the_text(monkeypatch):
     chat, _, _ = open_chat(monkeypatch)
     chat.speaker.loaded = replace(chat.speaker.loaded, stage="base")
@@ -229,6 +238,27 @@ def test_ctrl_c_stops_the_reply_only_and_keeps_what_was_said(monkeypatch):
     assert "stopped" in notes.getvalue() and not chat.speaker.engine.busy and len(chat.messages) == 2
     monkeypatch.setattr(chat.speaker.engine, "step", step)
     assert chat_cli.reply(chat, "the cat")
+
+
+def test_a_second_ctrl_c_ends_the_reply_and_not_the_chat(monkeypatch):
+    """A pass of a large model takes seconds, in which a reader presses the keys again."""
+    chat, _, notes = open_chat(monkeypatch)
+    engine = chat.speaker.engine
+    step = engine.step
+    lines = iter(["the cat", "the cat", "/quit"])
+    presses = iter([2])
+
+    def press() -> list[Any]:
+        events = step()
+        for _ in range(next(presses, 0) if events else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+        return events
+
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr(engine, "step", press)
+    chat_cli.converse(chat)
+    assert notes.getvalue().count("stopped") == 1 and not engine.busy
+    assert [message.role for message in chat.messages] == ["user", "assistant"]
 
 
 @pytest.mark.parametrize("opened", [True, False])

@@ -141,6 +141,16 @@ def test_oldest_exchanges_are_left_out_only_when_the_client_allows_it(client):
     assert events(client.post(CHAT, json={**fields, "stream": True}))[0]["truncated_messages"] == 2 * (30 - 14)
 
 
+def test_a_shortened_chat_leaves_room_for_a_reply_without_a_limit_too(client):
+    """It left room for one token, so that most replies were a few tokens long."""
+    exchange = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "def"}]
+    question = ask("y" * 40)["messages"]
+    for path, field in ((CHAT, "messages"), ("/v1/responses", "input")):
+        body = client.post(path, json={field: [*exchange * 30, *question], "truncation": "auto"}).json()
+        assert "y" * 40 in json.dumps(body) and body.get("status", "completed") == "completed"
+        assert body.get("choices", [{"finish_reason": "stop"}])[0]["finish_reason"] == "stop"
+
+
 def test_endless_body_is_refused_while_it_comes(client):
     with connect(str(client.base_url)) as plain:
         plain.sendall(head(transfer_encoding="chunked"))

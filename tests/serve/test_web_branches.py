@@ -92,6 +92,19 @@ def test_editing_is_left_with_escape_and_an_unchanged_text_asks_nothing(engine, 
     assert len(engine.seen) == 1
 
 
+def test_an_edited_question_that_leaves_room_for_all_takes_the_line_about_the_context_away(browser):
+    engine = FakeEngine({"x" * 120: ["y"]}, length=200)
+    with running(engine, settings=replace(SETTINGS, max_tokens=20)) as url, visit(browser, url) as page:
+        ask(page, "one " * 5, "two " * 5, "x" * 120)
+        expect(page.locator(".forgotten")).to_have_count(1)
+        edit(page, 2, "three")
+        finished(page)
+        assert heard(engine).startswith("one")
+        expect(page.locator(".forgotten")).to_have_count(0)
+        page.get_by_role("button", name="Earlier version").click()
+        expect(page.locator(".forgotten")).to_have_count(1)
+
+
 def test_an_edited_question_waits_for_the_answer_in_progress(engine, page):
     ask(page, "one")
     engine.gated = True

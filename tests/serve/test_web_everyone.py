@@ -15,6 +15,34 @@ from tests.support.fake_engine import ABOUT, CHAT, SETTINGS, FakeEngine, running
 pytestmark = pytest.mark.browser
 
 
+RIGHT_TO_LEFT = """(element) => {
+    const box = (place) => {
+        const range = document.createRange();
+        range.setStart(element.firstChild, place);
+        range.setEnd(element.firstChild, place + 1);
+        return range.getBoundingClientRect();
+    };
+    return [box(0).left > box(element.firstChild.length - 1).left, box(0).right, element.getBoundingClientRect().right];
+}"""
+
+
+def test_words_that_are_read_from_the_right_stand_so(browser):
+    """A full stop at their end was at the right of the first word, and the paragraph at the left."""
+    arabic = "مرحبا بالعالم."
+    with (
+        running(FakeEngine({arabic: [f"# {arabic}\n{arabic}\n- {arabic}\n\nEnglish."]})) as url,
+        visit(browser, url) as page,
+    ):
+        ask(page, arabic)
+        expect(page.locator(".body li")).to_have_count(1)
+        for place in (".bubble", ".body h1", ".body p >> nth=0", ".body li"):
+            is_ordered, first, edge = page.locator(place).evaluate(RIGHT_TO_LEFT)
+            assert is_ordered and edge - first < 30, place
+        assert not page.locator(".body p").last.evaluate(RIGHT_TO_LEFT)[0]
+        for box in ("#prompt", "#history-search"):
+            assert page.locator(box).evaluate("(box) => getComputedStyle(box).unicodeBidi") == "plaintext"
+
+
 # --- when something is wrong ---------------------------------------------------------------------
 
 

@@ -60,6 +60,22 @@ def test_chats_are_listed_by_day_and_opened_again(page):
     expect(page.locator("#history-list h3")).to_have_text(["昨天", "2024年5月5日"])
 
 
+def test_the_day_before_today_is_yesterday_where_the_clocks_have_changed(browser):
+    """On 29 March 2026 a day had 23 hours in Berlin: 24 hours before half past midnight it was the 28th."""
+    with running(FakeEngine(REPLIES)) as url, visit(browser, url, timezone_id="Europe/Berlin") as page:
+        page.clock.set_fixed_time("2026-03-29T12:00:00+02:00")
+        ask_in_new_chats(page, "hello")
+        page.clock.set_fixed_time("2026-03-30T00:30:00+02:00")
+        show(page)
+        expect(page.locator("#history-list h3")).to_have_text(["Yesterday"])
+
+
+def test_a_title_ends_with_a_whole_character(page):
+    ask_in_new_chats(page, "x" * 79 + "🌍")
+    show(page)
+    expect(chats(page)).to_have_text(["x" * 79])
+
+
 def test_search_looks_in_titles_and_texts(page):
     ask_in_new_chats(page, "hello", "sum", "Pinguine")
     show(page)

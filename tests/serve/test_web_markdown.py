@@ -51,6 +51,8 @@ DRAWN = {
     "- ```\n  code\n  ```": "<ul><li><pre><code>code</></></></>",
     "> a\n> > b\n\nc": "<blockquote><p>a</><blockquote><p>b</></></><p>c</>",
     "```python\nif x:\n\n    **y**\n```\nend": "[python]<pre><code>if x:\n\n    **y**</></><p>end</>",
+    "```make\nall:\n\tcc a.c\n\t\t# b\tc\n```": "[make]<pre><code>all:\n\tcc a.c\n\t\t# b\tc</></>",
+    "-\ta\n\t- b\n\t\tc": "<ul><li>a<ul><li>b<br>c</></></></>",
     "````\n```\n````": "<pre><code>```</></>",
     "~~~\nnever closed": "<pre><code>never closed</></>",
     "a\n\n---\n\n***": "<p>a</><hr><hr>",

@@ -72,6 +72,18 @@ def test_two_tabs_that_both_ask_on_keep_both_copies(tabs):
     assert stored(first) == [["one", "zwei", "drei", "vier", "fünf"]]
 
 
+def test_two_tabs_keep_the_settings_of_both(page):
+    second = page.context.new_page()
+    second.goto(page.url)
+    for tab, name in ((page, "Temperature"), (second, "Seed")):
+        tab.get_by_role("button", name="Settings").click()
+        tab.get_by_label(name, exact=True).fill("1")
+    kept = "() => JSON.parse(localStorage.getItem('nanochat.settings'))"
+    assert page.evaluate(kept) == {"temperature": 1, "seed": 1}
+    page.get_by_role("button", name="Back to the defaults").click()
+    assert page.evaluate(kept) == {}
+
+
 def test_a_list_that_is_out_of_date_opens_and_renames_what_is_stored(tabs):
     first, second = tabs
     first.locator("#new-chat").click()

@@ -59,6 +59,27 @@ def test_a_thought_is_folded_above_the_answer(browser: Browser, url: str, size, 
         assert width <= size["width"]
 
 
+@pytest.mark.parametrize("gated", [False, True], ids=["at once", "token by token"])
+def test_the_tokens_of_a_thought_are_no_tokens_of_the_answer(
+    engine: FakeEngine, browser: Browser, url: str, gated: bool
+) -> None:
+    """They stood in front of the answer, with the marks of the thought."""
+    with visit(browser, url) as page:
+        check(page, "Token probabilities")
+        engine.gated = gated
+        send(page, "why")
+        for place in range(len(REPLIES["why"][0]) if gated else 0):
+            engine.allow(1)
+            if place == 60:
+                expect(page.locator(".thought summary")).to_have_text("Thoughts")
+        engine.allow(1000)
+        finished(page)
+        expect(page.locator(".body .token")).to_have_text([*"So it is **1776**."])
+        expect(page.locator(".thought > div")).to_have_text(THOUGHT)
+        ask(page, "only")
+        expect(answers(page).last.locator(".token")).to_have_count(0)
+
+
 def test_the_fold_says_whether_the_model_still_thinks(engine: FakeEngine, browser: Browser, url: str) -> None:
     engine.gated = True
     with visit(browser, url) as page:

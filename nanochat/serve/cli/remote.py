@@ -8,7 +8,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 from urllib.parse import unquote, urlsplit, urlunsplit
 
@@ -19,6 +19,7 @@ from nanochat.common import UserError, parse_json, tr
 from nanochat.data.conversation import Message, Part
 from nanochat.data.sources import net
 from nanochat.serve.formats.pieces import Thought
+from nanochat.serve.routes.messages import as_request
 
 CONNECT_SECONDS = 10
 READ_SECONDS = 600  # a busy server may take minutes to its first token
@@ -39,7 +40,8 @@ LARGEST_SETTING = 10**9
 class Remote:
     """A chat server, whose first listed model answers.
 
-    After a reply, `finish` says why it ended, and `tokens` how long it was, if the server said so.
+    After a reply, `finish` says why it ended, and, if the server said so, `tokens` how long it was
+    and `forgotten` how many of the first messages the model did not see.
     """
 
     def __init__(self, url: str, api_key: str):
@@ -82,6 +84,7 @@ class Remote:
         self.context = context if self._ours and _is_count(context) else None  # in tokens
         self.finish: str | None = None
         self.tokens = 0
+        self.forgotten = 0
 
     def settings(self, flags: Mapping[str, Any]) -> dict[str, Any]:
         """Return a reply's sampling settings as a dict from name to value.
@@ -107,7 +110,7 @@ class Remote:
         messages: Sequence[Message],
         settings: dict[str, Any],
         stopped: Callable[[], bool],
-    ) -> Iterator[Part | Thought]:
+    ) -> Generator[Part | Thought, None, None]:
         """Yield the parts and thoughts of a reply as they arrive, until it ends or `stopped` returns true.
 
         Raises UserError if the server does not answer, refuses the request, fails later, or closes
@@ -115,6 +118,7 @@ class Remote:
         """
         self.finish = None
         self.tokens = 0
+        self.forgotten = 0
         body = self._body(messages, settings)
         lines: queue.SimpleQueue[bytes | Exception | None] = queue.SimpleQueue()
         response = self._send("POST", "chat/completions", body)
@@ -161,18 +165,23 @@ class Remote:
         if self._ours:
             body["truncation"] = "auto"
         body["messages"] = [
-            {"role": message.role, "content": _text(message), **self._thought(message)}
+            {"role": message.role, "content": _text(message), **self._more(message)}
             for message in messages
         ]
         return body
 
-    def _thought(self, message: Message) -> dict[str, str]:
-        """Return the thought of a message for our own server, whose template drops it or not."""
-        thought = message.fields.get("reasoning_content")
-        return {"reasoning_content": thought} if thought and self._ours else {}
+    def _more(self, message: Message) -> dict[str, Any]:
+        """Return what only our own server reads: the thought of a message, and its calculations."""
+        if not self._ours or message.role != "assistant":
+            return {}
+        more = {key: value for key, value in message.fields.items() if key == "reasoning_content"}
+        kinds = [part.kind for part in message.parts]
+        if "python" in kinds and kinds[0] != "python_output":  # else there is no call before it
+            more["parts"] = as_request(message)["parts"]
+        return more
 
     def _parts(self, data: bytes) -> Iterator[Part | Thought]:
-        """Yield the parts and thoughts that an event holds, and update `finish` and `tokens`.
+        """Yield the parts and thoughts that an event holds, and update what reply() says of it.
 
         Raises UserError if the event is an error, or not a chat completion.
         """
@@ -189,6 +198,9 @@ class Remote:
             tokens = (value.get("usage") or {}).get("completion_tokens")
             if _is_count(tokens):
                 self.tokens = tokens
+            forgotten = value.get("truncated_messages")  # only our server leaves messages out
+            if _is_count(forgotten):
+                self.forgotten = forgotten
             for choice in value["choices"]:
                 self.finish = _text_in(choice, "finish_reason") or self.finish
                 delta = choice.get("delta") or {}

@@ -96,7 +96,8 @@ class ChatRequest:
             chat, reply_start = without_beginning(chat, tokenizer)
 
         def fitting() -> tuple[list[int], int]:
-            room = (settings.max_tokens, self.truncate, tokenizer, limits.context)
+            reply_room = settings.reply_room(limits.context)
+            room = (reply_room, self.truncate, tokenizer, limits.context)
             return make_prompt(chat, *room, begun=len(reply_start))
 
         prompt, dropped = fitting()

@@ -383,6 +383,16 @@ class ReplySettings:
     include_usage: bool  # send a last chunk that holds only the usage
     continuous_usage: bool  # send the usage so far in every chunk
 
+    def reply_room(self, context: int) -> int:
+        """Return how many tokens of a context a chat that may be shortened leaves to the reply.
+
+        They are those of the request or, if it names no limit, the server's default, but then at
+        most half of the context.
+        """
+        if self.max_tokens is not None and self.max_tokens < context:
+            return self.max_tokens
+        return max(1, min(self.sampling.max_tokens, context // 2))
+
     def requests(self, prompt: list[int], context: int) -> list[tuple[list[int], Sampling]]:
         """Return `n` engine requests for one prompt, which differ only in their seeds.
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanochat.common import UserError
-from nanochat.data.conversation import Conversation, Message
+from nanochat.data.conversation import Conversation, Message, user
 from nanochat.serve.formats.thoughts import closing
 from nanochat.serve.routes.fields import ApiError, flag, invalid
 from nanochat.serve.routes.messages import alternating, answerable
@@ -120,7 +120,7 @@ def chat_tokens(
 
 def make_prompt(
     conversation: Conversation,
-    max_tokens: int | None,
+    reply_room: int | None,
     truncate: bool,
     tokenizer: Tokenizer,
     context: int,
@@ -131,7 +131,7 @@ def make_prompt(
 
     The prompt leaves room in the context for one token, and for the `begun` tokens with which the
     reply begins. Turns, as counted after answerable(), are dropped only with `truncate`: as many as
-    it takes to make room for `max_tokens` tokens or, if these are a whole context, for half of one.
+    it takes to make room for `reply_room` tokens (None: one).
     Raises ApiError (400) about `field` if the prompt does not fit or cannot be rendered. Of a chat
     of more than LARGE_TEXT characters, only as much is encoded and rendered as may fit.
     """
@@ -144,9 +144,7 @@ def make_prompt(
         tokens = least_tokens(conversation, tokenizer, enough)
         if tokens > enough:
             raise PromptTooLong(tokens, context, field)
-    reply_length = 1
-    if truncate and max_tokens:
-        reply_length = max_tokens if max_tokens < context else max(1, context // 2)
+    reply_length = reply_room if truncate and reply_room else 1
     room = context - reply_length - begun
     messages = answerable(conversation).messages
     if messages != conversation.messages:
@@ -165,7 +163,8 @@ def make_prompt(
     dropped = 0
     if truncate:
         newest = len(render_without(starts[-1]))
-        dropped = _dropped_turns(turns, starts, newest, room, tokenizer)
+        without_head = replace(conversation, messages=turns)
+        dropped = _dropped_turns(without_head, starts, newest, room, tokenizer, field)
     prompt = render_without(dropped)
     # A template may merge the system message with the first turn, which makes the prompt longer.
     while truncate and len(prompt) > room and dropped < starts[-1]:
@@ -254,25 +253,33 @@ def least_tokens(
 
 
 def _dropped_turns(
-    turns: tuple[Message, ...],
+    conversation: Conversation,
     starts: Sequence[int],
     length: int,
     room: int,
     tokenizer: Tokenizer,
+    field: str,
 ) -> int:
     """Return how many of the oldest turns to drop so that the prompt should fit into `room` tokens.
 
-    `starts` are the turns with which an exchange begins. `length` is the token count of a prompt
-    with only the system message, if any, and the last exchange, which are never dropped. Exchanges
-    are rendered from the end, each once, and only until one does not fit.
+    `conversation` has no system message, and `starts` are the turns with which an exchange begins.
+    `length` is the token count of a prompt with only the system message, if any, and the last
+    exchange, which are never dropped. Exchanges are rendered from the end, each once, and only
+    until one does not fit. Raises ApiError (400) about `field` if the template refuses one.
     """
+    turns = conversation.messages
+    options = {name: value for name, value in conversation.options.items() if name != "tools"}
+
+    def rendered(*messages: Message) -> int:
+        return len(render_chat(Conversation(messages, options=options), tokenizer, field))
+
+    # In front of another question, since templates write instructions of their own at the beginning
+    # of a chat, and leave out the thoughts of earlier replies.
+    question = user("a")
+    question_length = rendered(question)
     dropped = starts[-1]
     for start in reversed(starts[:-1]):
-        exchange = Conversation(turns[start:dropped])
-        if exchange.needs_template:  # the opening of a reply makes up for the words after the calls
-            length += len(tokenizer.render_prompt(exchange))
-        else:
-            length += len(tokenizer.render(exchange).ids) - 1
+        length += rendered(*turns[start:dropped], question) - question_length
         if length > room:
             break
         dropped = start

@@ -11,6 +11,7 @@ from nanochat.runtime.samples import open_to_read
 from nanochat.serve.runs.table import Table
 
 CHUNK_BYTES = 2 << 20  # most bytes that a request reads, so that long files delay no other request
+END_BYTES = 256  # of the end of what was read, by which another file with the same inode is told
 LONGEST_LINE = 1 << 16  # bytes; a longer line is left out
 LONGEST_NAME = 64  # characters of a figure's name
 MOST_STEPS = 2**53  # a browser cannot count beyond this
@@ -55,12 +56,13 @@ class Follower:
         self.table = Table()
         self.done = self.size = self.bad = 0
         self._begun = b""  # a line whose end has not been read yet
+        self._end = b""  # the last bytes that were read
         self._skipping = False  # true until the end of a line that is too long
 
     def read(self, readers: int = 1) -> None:
         """Read the next piece of the file, or a part of it if several `readers` share a request.
 
-        If the file was replaced, or is shorter than what was read, as when a run resumes, reading
+        If the file was replaced, as when a run resumes, or no longer holds what was read, reading
         starts again from the beginning. Raises OSError if the file cannot be opened or is not a
         regular file.
         """
@@ -68,7 +70,9 @@ class Follower:
         try:
             file_stat = os.fstat(file)
             identity = (file_stat.st_dev, file_stat.st_ino)
-            if self._file != identity or file_stat.st_size < self.done:
+            # File systems give the inode of a deleted file to the next one.
+            end = os.pread(file, len(self._end), self.done - len(self._end))
+            if self._file != identity or end != self._end:
                 self._restart()
                 self._file = identity
             self.size = file_stat.st_size
@@ -76,6 +80,7 @@ class Follower:
         finally:
             os.close(file)
         self.done += len(data)
+        self._end = (self._end + data)[-END_BYTES:]
         self._take(data)
 
     @property

@@ -104,7 +104,7 @@ function startNewChat() {
 
 async function send(text) {
   if (model === null && keptModels()[1]) await loadDescription(described); // the comparison continues as soon as it can
-  if (conversation.send(text)) prompt.value = "";
+  if (conversation.send(text) && prompt.value === text) prompt.value = ""; // an example leaves a draft there
   refreshComposer();
 }
 

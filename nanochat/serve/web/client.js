@@ -25,11 +25,15 @@ async function refusal(response) {
 }
 
 // A server that made a key for this start prints an address that ends with it. It stays in this tab, and leaves the address.
-const told = /^#key=([\x21-\x7e]+)$/.exec(location.hash);
-if (told) {
+function takeKey() {
+  const told = /^#key=([\x21-\x7e]+)$/.exec(location.hash);
+  if (!told) return false;
   keepKey(told[1]);
   history.replaceState(null, "", location.pathname + location.search);
+  return true;
 }
+takeKey();
+addEventListener("hashchange", () => takeKey() && location.reload()); // the address was entered where the page is open
 
 /** Fetch a path of this server, with its key if it asks for one. Throws ChatError if it refuses; 304 is not a refusal. */
 export async function request(path, options) {
@@ -42,7 +46,7 @@ export async function request(path, options) {
     if (failure.name === "AbortError") throw failure;
     throw new ChatError("unreachable");
   }
-  if (response.status === 401 && askForKey()) return request(path, options);
+  if (response.status === 401 && (keptKey() !== key || askForKey())) return request(path, options);
   if (!response.ok && response.status !== 304) throw await refusal(response);
   return response;
 }

@@ -66,6 +66,18 @@ def test_thoughts_come_apart_and_go_back_with_the_chat():
         assert chat_cli.reply(chat, "next")
 
 
+def test_a_server_that_leaves_the_first_messages_out_is_heard():
+    with running(FakeEngine({}, length=100)) as url:
+        notes = io.StringIO()
+        chat = Chat(Remote(url, ""), chat_cli.Sampling(), "en", io.StringIO(), notes)
+        for _ in range(2):
+            assert chat_cli.reply(chat, "one two three")
+        assert "no longer sees" not in notes.getvalue()
+        assert chat_cli.reply(chat, "four " * 8)
+        assert "the model no longer sees the first 4 messages" in notes.getvalue()
+        assert chat_cli.reply(chat, "next") and chat.speaker.forgotten
+
+
 def test_stop_frees_the_servers_slot(url, engine):
     engine.gated = True
     remote, stop = Remote(url, KEY), threading.Event()
@@ -86,6 +98,9 @@ def test_terminal_chat_keeps_the_turns_and_asks_for_its_settings(url, engine, mo
     assert chat_cli.reply(chat, "sum") and chat_cli.reply(chat, "hello")
     assert out.getvalue() == "37 × 48 = 1776\n你好\n" and "[37*48 = 1776]" in notes.getvalue()
     call = (Part("python", "37*48"), Part("python_output", "1776"))
+    heard = engine.seen[-1].prompt  # the model sees its calls, as in a chat with a model that is loaded here
+    start, end = (engine.tokenizer.special(f"python_{place}") for place in ("start", "end"))
+    assert bytes(heard[heard.index(start) + 1 : heard.index(end)]) == b"37*48"
     assert [message.text for message in chat.messages] == ["be brief", "sum", "37 × 48 = 1776", "hello", "你好"]
     assert call[0] in chat.messages[2].parts and chat.messages[0] == system("be brief")
     first, second = (seen.sampling for seen in engine.seen)
@@ -258,6 +273,15 @@ WORDS = b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n'
 def test_a_reply_ends_with_a_reason_or_with_done(end, finish):
     remote, parts = said_by(listing(), answer(WORDS + end))
     assert (remote.finish, parts) == (finish, [Part("text", "hi")])
+
+
+def test_a_length_that_the_server_does_not_say_is_not_shown():
+    """It said 0 tokens, 0 tokens/s, as for every reply that Ctrl-C stopped."""
+    with scripted(listing(), answer(WORDS + b"data: [DONE]\n\n")) as (host, _):
+        notes = io.StringIO()
+        chat = Chat(Remote(f"http://{host}", ""), chat_cli.Sampling(), "en", io.StringIO(), notes)
+        assert chat_cli.reply(chat, "hello")
+    assert notes.getvalue() == ""
 
 
 @pytest.mark.parametrize("end", [b"", b"data: [DO", b": comment\n\n"])

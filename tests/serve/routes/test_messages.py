@@ -1,5 +1,6 @@
 """Messages of requests: whatever they spell, only the server itself writes special tokens."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,28 @@ def test_exchanges_with_calls_are_dropped_as_a_whole(tmp_path: Path) -> None:
     assert dropped % 4 == 0 and 0 < dropped < 36
     assert tokenizer.decode(prompt).startswith("[tools]a [user]Rain?[assistant]<tool_call>")
     assert len(make_prompt(chat, 1, True, tokenizer, 150)[0]) < 150
+
+
+@pytest.mark.parametrize("before", [(), (system("Be brief."),)], ids=["", "with instructions"])
+def test_what_a_template_writes_once_or_leaves_out_counts_for_no_exchange(
+    before: tuple[Message, ...], tmp_path: Path
+) -> None:
+    """Templates begin a chat with instructions of their own, and leave out earlier thoughts."""
+    own = "{% if messages[0].role != 'system' %}[system]You are a helpful model.{% endif %}"
+    tokenizer = folder(tmp_path, own + THINKER)
+    exchange = (user("Rain?"), replace(assistant("Yes"), fields={"reasoning_content": "hm " * 40}))
+    chat = Conversation((*before, *exchange * 40, user("Snow?")))
+    prompt, dropped = make_prompt(chat, 1, True, tokenizer, 200)
+    older = replace(chat, messages=(*before, *chat.messages[len(before) + dropped - 2 :]))
+    assert len(prompt) < 200 <= len(tokenizer.render_prompt(older))
+
+
+def test_an_old_exchange_that_the_template_refuses_is_the_mistake_of_the_client(tmp_path: Path) -> None:
+    refuses = "{% for m in messages %}{% if 'bad' in m.content %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    tokenizer = folder(tmp_path, refuses + THINKER)
+    chat = Conversation((user("bad"), assistant("Yes"), *(user("Rain?"), assistant("Yes")) * 5, user("Snow?")))
+    with pytest.raises(ApiError, match="refuses input"):
+        make_prompt(chat, 1, True, tokenizer, 4096, "input")
 
 
 def test_messages_in_a_row_become_one_with_the_thoughts_and_calls_of_both(tmp_path: Path) -> None:

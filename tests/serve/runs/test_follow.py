@@ -46,6 +46,28 @@ def test_a_run_that_resumes_replaces_the_file_and_the_figures(tmp_path: Path) ->
     tracker.close()
 
 
+def test_a_run_that_resumes_twice_between_two_looks_replaces_the_figures(tmp_path: Path) -> None:
+    """The file system may give the third file the number of the first one."""
+    follower = Follower(tmp_path / "metrics.jsonl")
+    for loss in (1.0, 20.0, 300.0):
+        tracker = Tracker(tmp_path, "dummy", {}, 1 if loss > 1 else 0, main=True)
+        for step in range(1 if loss == 1 else 2, 5):
+            tracker.log(step=step, loss=loss)
+        tracker.close()
+        if loss != 20:
+            follower.read()
+    assert follower.table.since("", 0)["figures"]["loss"]["mean"] == [1.0, 300.0, 300.0, 300.0]
+
+
+def test_a_file_that_was_written_over_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    follower = Follower(path)
+    for first in (1, 5):
+        path.write_text("".join(f'{{"step": {step}}}\n' for step in range(first, 2 * first + 1)))
+        follower.read()
+    assert (steps(follower), follower.bad) == ([5, 6, 7, 8, 9, 10], 0)
+
+
 def test_a_file_that_was_cut_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')

@@ -90,7 +90,7 @@ class ResponseRequest:
         conversation = fitted(conversation, tools, self.options, tokenizer)
         prompt, dropped = make_prompt(
             conversation,
-            settings.max_tokens,
+            settings.reply_room(limits.context),
             truncate,
             tokenizer,
             limits.context,

@@ -123,6 +123,13 @@ export class Conversation {
     if (exchanges) this.shown[exchanges - 1]?.turn.element.after(forgottenLine(context));
   }
 
+  /** Return how many exchanges the model no longer saw before the next question, and mark that point. */
+  #forgottenSoFar() {
+    const { forgotten = 0, answer: answered } = this.shown.at(-1) ?? {};
+    this.#showForgotten(forgotten, this.chat.messages[answered]?.context);
+    return forgotten;
+  }
+
   // --- asking ------------------------------------------------------------------------------------
 
   /** Ask a question at the end of the chat. */
@@ -178,7 +185,7 @@ export class Conversation {
   }
 
   #reply({ asked, user, parent, old = null, lively = false }) {
-    const forgotten = this.shown.at(-1)?.forgotten ?? 0;
+    const forgotten = this.#forgottenSoFar();
     const exchange = newExchange({ asked, user, parent, old, forgotten });
     this.last?.turn.withdraw();
     asked.element.classList.remove("unanswered");
@@ -215,6 +222,7 @@ export class Conversation {
     } else if (old) {
       old.turn.element.hidden = false;
       this.shown.push(old);
+      this.#showForgotten(old.forgotten, this.chat.messages[old.answer].context);
     } else last.asked.element.classList.add("unanswered");
     this.#end();
   }
@@ -230,7 +238,7 @@ export class Conversation {
 
   /** Ask the model of the chat and its rival the same question. */
   #compare(asked) {
-    const forgotten = this.shown.at(-1)?.forgotten ?? 0;
+    const forgotten = this.#forgottenSoFar();
     const both = [model, rival].map((by) => newExchange({ asked, parent: this.chat.at, forgotten, by }));
     this.last?.turn.withdraw();
     this.pair = new Pair(both, [...this.shown]);

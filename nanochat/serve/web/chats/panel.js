@@ -199,8 +199,10 @@ function matches(chat, wanted) {
 /** Return the day of a time in words: today, yesterday, or its date. */
 function dayOf(time) {
   const day = new Date(time).toDateString();
-  if (day === new Date().toDateString()) return words("today");
-  if (day === new Date(Date.now() - 864e5).toDateString()) return words("yesterday");
+  const now = new Date();
+  if (day === now.toDateString()) return words("today");
+  now.setDate(now.getDate() - 1); // a day may have 23 or 25 hours
+  if (day === now.toDateString()) return words("yesterday");
   const style = { year: "numeric", month: "long", day: "numeric" };
   return new Date(time).toLocaleDateString(currentLanguage() === "zh" ? "zh-CN" : "en", style);
 }

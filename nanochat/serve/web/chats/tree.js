@@ -59,5 +59,5 @@ export function textOf({ role, text, parts }) {
 
 /** Return the title of a chat: the reader's own, or the beginning of the first question. */
 export function titleOf(chat) {
-  return chat.title || (chat.messages[0]?.text ?? "").trim().replace(/\s+/g, " ").slice(0, 80);
+  return chat.title || (chat.messages[0]?.text ?? "").trim().replace(/\s+/g, " ").slice(0, 80).replace(/[\ud800-\udbff]$/, "");
 }

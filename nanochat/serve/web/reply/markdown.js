@@ -7,6 +7,7 @@ const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^\s`]{0,30})/;
 const HEADING = /^ {0,3}(#{1,6})(?=\s|$)/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^([ \t]*)([-*+]|\d{1,3}[.)])[ \t]+(?=\S)/; // "1776." alone is an answer and no list
+const TAB = "\t   "; // a tab with the spaces that make it as wide as an indent; code gets the tab back
 const BEGUN = /^\s*(#{1,6}|[-+*]|\d{1,3}[.)]|`{1,2}|~{1,2}|>|-{2}|\*{2,3}|_{1,3})$/; // a line that may become anything
 
 /**
@@ -16,7 +17,7 @@ const BEGUN = /^\s*(#{1,6}|[-+*]|\d{1,3}[.)]|`{1,2}|~{1,2}|>|-{2}|\*{2,3}|_{1,3}
  * ended here, and a last line that may still become anything is left out.
  */
 export function readMarkdown(text, open = false) {
-  const lines = text.replace(/\r\n?/g, "\n").split("\n").map((line) => line.replaceAll("\t", "    "));
+  const lines = text.replace(/\r\n?/g, "\n").split("\n").map((line) => line.replaceAll("\t", TAB));
   if (open && BEGUN.test(lines.at(-1))) lines.pop();
   return readBlocks(lines, open, 0);
 }
@@ -62,7 +63,7 @@ function readBlock(lines, at, open, depth) {
 }
 
 function isRule(line) {
-  return line.length < 200 && /^(-{3,}|\*{3,}|_{3,})$/.test(line.replaceAll(" ", ""));
+  return line.length < 200 && /^(-{3,}|\*{3,}|_{3,})$/.test(line.replaceAll(/[ \t]/g, ""));
 }
 
 /** Return whether a line ends the paragraph before it. */
@@ -75,14 +76,15 @@ function interrupts(lines, at, open) {
 
 function readFence(lines, at, [, marks, language]) {
   const body = [];
+  const block = () => ({ tag: "pre", language, text: body.join("\n").replaceAll(TAB, "\t") });
   for (at += 1; at < lines.length; at++) {
     const line = lines[at].trim();
     if (line.length >= marks.length && line === marks[0].repeat(line.length)) {
-      return [{ tag: "pre", language, text: body.join("\n") }, at + 1];
+      return [block(), at + 1];
     }
     body.push(lines[at]);
   }
-  return [{ tag: "pre", language, text: body.join("\n") }, at];
+  return [block(), at];
 }
 
 function indent(line) {

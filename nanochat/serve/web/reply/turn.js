@@ -103,6 +103,7 @@ export class ModelTurn {
   /** If `scored`, the tokens are shown with their probabilities instead of as Markdown. */
   constructor(scored = false) {
     this.scores = scored ? new TokenView() : null;
+    this.early = []; // scores that came before the answer, some of them of tokens of the thought
     this.parts = []; // in the form that the API accepts: {type: text, text} and {type: tool, expression, result}
     this.thought = ""; // what it thought before the answer
     this.note = null; // a key in words.js
@@ -166,6 +167,7 @@ export class ModelTurn {
   }
 
   addText(text) {
+    this.#addEarly(text);
     const last = this.parts.at(-1);
     if (last?.type === "text") last.text += text;
     else this.parts.push({ type: "text", text });
@@ -173,6 +175,7 @@ export class ModelTurn {
   }
 
   addTool({ expression, result }) {
+    this.#addEarly("");
     this.parts.push({ type: "tool", expression, result });
     this.tools.push(toolChip({ expression, result }));
     if (this.scores) this.body.append(this.tools.at(-1));
@@ -181,7 +184,16 @@ export class ModelTurn {
 
   /** Show tokens with their probabilities, as the API describes them; nothing if the turn shows Markdown. */
   addScores(scores) {
-    if (this.scores) this.scores.add(scores, this.body);
+    if (this.scores && this.parts.length) this.scores.add(scores, this.body);
+    else if (this.scores) this.early.push(...scores);
+  }
+
+  /** Show the tokens that came before the answer; after a thought only the last ones, as many as `text` takes. */
+  #addEarly(text) {
+    let first = this.thought ? this.early.length : 0;
+    for (let bytes = new TextEncoder().encode(text).length; first > 0 && bytes > 0; bytes -= this.early[first].bytes.length) first -= 1;
+    this.scores?.add(this.early.slice(first), this.body);
+    this.early = [];
   }
 
   /** Draw what has arrived. While the answer is `open`, what has begun counts as if it ended here. */

@@ -48,7 +48,7 @@ export function current() {
 export function change(changes) {
   settings = readSettings({ ...settings, ...changes });
   try {
-    localStorage.setItem(KEY, JSON.stringify(settings));
+    localStorage.setItem(KEY, JSON.stringify(readSettings({ ...kept(), ...changes }))); // another tab may have kept more
   } catch {
     // without storage, they last until the page is left
   }
@@ -56,7 +56,7 @@ export function change(changes) {
 
 /** Go back to the server's defaults. */
 export function reset() {
-  change(Object.fromEntries(Object.keys(settings).map((name) => [name, undefined])));
+  change(Object.fromEntries(Object.keys({ ...kept(), ...settings }).map((name) => [name, undefined])));
 }
 
 /** Return the longest answer in tokens: the server's default, but at most half of the context, to leave room for questions. */
