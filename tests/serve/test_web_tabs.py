@@ -148,7 +148,7 @@ def test_a_database_that_the_browser_has_closed_is_opened_again(page):
     page.add_init_script(remember)
     page.reload()
     ask(page, "one")
-    page.wait_for_function("window.base")  # the page opens it when it keeps the answer
+    page.wait_for_function("() => window.base")  # the page opens it when it keeps the answer
     page.evaluate("base.close()")
     ask(page, "two")
     page.locator("#new-chat").click()

@@ -18,8 +18,7 @@ from requests.auth import AuthBase, HTTPBasicAuth
 from nanochat.common import UserError, parse_json, tr
 from nanochat.data.conversation import Message, Part
 from nanochat.data.sources import net
-from nanochat.serve.formats.pieces import Thought
-from nanochat.serve.routes.messages import as_request
+from nanochat.serve.formats.pieces import Thought, parts_as_request
 
 CONNECT_SECONDS = 10
 READ_SECONDS = 600  # a busy server may take minutes to its first token
@@ -177,7 +176,7 @@ class Remote:
         more = {key: value for key, value in message.fields.items() if key == "reasoning_content"}
         kinds = [part.kind for part in message.parts]
         if "python" in kinds and kinds[0] != "python_output":  # else there is no call before it
-            more["parts"] = as_request(message)["parts"]
+            more["parts"] = parts_as_request(message.parts)
         return more
 
     def _parts(self, data: bytes) -> Iterator[Part | Thought]:

@@ -5,9 +5,11 @@ pieces of one kind that follow each other add up to the same texts.
 """
 
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
+
+from nanochat.data.conversation import Part
 
 
 @dataclass(frozen=True)
@@ -86,3 +88,19 @@ def open_beginning(text: str, marks: Sequence[str]) -> int:
         if any(mark.startswith(text[-length:]) for mark in marks):
             return length
     return 0
+
+
+def parts_as_request(parts: Iterable[Part]) -> list[dict[str, Any]]:
+    """Return the parts of a reply as the dicts in which a client of ours sends them back.
+
+    The part before a result must be its call.
+    """
+    sent: list[dict[str, Any]] = []
+    for part in parts:
+        if part.kind == "text":
+            sent.append({"type": "text", "text": part.text})
+        elif part.kind == "python":
+            sent.append({"type": "tool", "expression": part.text, "result": None})
+        else:
+            sent[-1]["result"] = part.text
+    return sent

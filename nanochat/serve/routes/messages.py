@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanochat.data.conversation import Conversation, Message, Part, Role, merge_texts, system, user
+from nanochat.serve.formats.pieces import parts_as_request
 from nanochat.serve.routes.fields import ApiError, invalid, kind, missing
 from nanochat.serve.routes.tools import read_calls
 
@@ -266,15 +267,7 @@ def as_request(message: Message) -> dict[str, Any]:
     """Return a message as a dict in the format that read_conversation reads."""
     if message.role != "assistant":
         return {"role": message.role, "content": message.text, **message.fields}
-    parts: list[dict[str, Any]] = []
-    for part in message.parts:
-        if part.kind == "text":
-            parts.append({"type": "text", "text": part.text})
-        elif part.kind == "python":
-            parts.append({"type": "tool", "expression": part.text, "result": None})
-        else:
-            parts[-1]["result"] = part.text  # the part before a result is its call
-    request: dict[str, Any] = {"role": "assistant", "parts": parts}
+    request: dict[str, Any] = {"role": "assistant", "parts": parts_as_request(message.parts)}
     if "reasoning_content" in message.fields:
         request["reasoning_content"] = message.fields["reasoning_content"]
     if "tool_calls" in message.fields:
