@@ -47,8 +47,7 @@ from nanochat.serve.cli.terminal import (
 from nanochat.serve.cli.texts import TEXTS
 from nanochat.serve.cli.transcript import instructions, read_transcript, write_transcript
 from nanochat.serve.formats.pieces import Thought, Words
-from nanochat.serve.formats.thoughts import Thoughts, thought_state
-from nanochat.serve.routes.prompts import without_thought
+from nanochat.serve.formats.thoughts import Thoughts, thought_state, without_thought
 
 
 @dataclass(frozen=True)

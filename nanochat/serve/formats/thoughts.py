@@ -4,8 +4,10 @@ The template may open the thought in the prompt, so that the reply holds only th
 Marks anywhere else in a reply are text.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
+from nanochat.data.conversation import Message
 from nanochat.serve.formats.pieces import Piece, Thought, Words, add_piece, open_beginning
 from nanochat.tokenizer import Tokenizer
 
@@ -40,6 +42,12 @@ def closing(prompt: list[int], tokenizer: Tokenizer) -> list[int]:
     if not marks or not opened:
         return []
     return tokenizer.encode_after(f"\n{marks.close}\n\n", mark=False)
+
+
+def without_thought(message: Message) -> Message:
+    """Return a message without its thoughts."""
+    fields = {key: value for key, value in message.fields.items() if key != "reasoning_content"}
+    return replace(message, fields=fields)
 
 
 class Thoughts:

@@ -12,10 +12,10 @@ from typing import Any
 
 from nanochat.data.conversation import Conversation, Message, Part, merge_texts, user
 from nanochat.serve.formats import json_calls
+from nanochat.serve.formats.thoughts import without_thought
 from nanochat.serve.formats.values import NO_JSON
 from nanochat.serve.routes.fields import Limits, invalid, mapping, upper_bound
 from nanochat.serve.routes.messages import with_instructions
-from nanochat.serve.routes.prompts import without_thought
 from nanochat.serve.routes.tools import Tools
 from nanochat.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, Message, user
-from nanochat.serve.formats.thoughts import closing
+from nanochat.serve.formats.thoughts import closing, without_thought
 from nanochat.serve.routes.fields import ApiError, flag, invalid
 from nanochat.serve.routes.messages import alternating, answerable
 from nanochat.tokenizer import Tokenizer
@@ -173,12 +173,6 @@ def make_prompt(
     if len(prompt) + begun < context:
         return prompt, too_old + dropped
     raise PromptTooLong(len(prompt) + begun, context, field)
-
-
-def without_thought(message: Message) -> Message:
-    """Return a message without its thoughts."""
-    fields = {key: value for key, value in message.fields.items() if key != "reasoning_content"}
-    return replace(message, fields=fields)
 
 
 def _without_old_thoughts(conversation: Conversation) -> Conversation:
