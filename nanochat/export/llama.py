@@ -61,7 +61,7 @@ def architecture(config: QwenConfig) -> str:
     Raises UserError (exit code 2) if llama.cpp cannot compute a model of this shape.
     """
     _check_options(config)
-    if "E" in config.mlps:
+    if config.has_experts:
         raise UserError(
             tr(
                 "a model with experts has no export to GGUF here. Export with --format "

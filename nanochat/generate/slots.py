@@ -344,8 +344,8 @@ class Slots:
     def leave(self, slot: int) -> None:
         """End a request, leaving its cached tokens in the first slot behind the active ones.
 
-        If there are fewer than 16, or a pass has failed, they are dropped. If the request was ready, the last ready
-        request takes its slot. The prefilling requests then move up in order.
+        If there are fewer than 16, or a pass has failed, they are dropped. If the request was
+        ready, the last ready request takes its slot. The prefilling requests then move up in order.
         """
         request = self.requests[slot]
         assert request is not None

@@ -69,7 +69,7 @@ def remedies(tuning: Tuning) -> Iterator[Tuning]:
     base in 4 bits below an adapter, then shorter rows, and finally an adapter instead of training
     every parameter, at first on the base as it is. Experts cannot be held in 4 bits.
     """
-    fits_4_bits = "E" not in tuning.shape.mlps
+    fits_4_bits = not tuning.shape.has_experts
     while tuning.rows > 1:
         tuning = replace(tuning, rows=tuning.rows // 2, several_passes=True)
         yield tuning

@@ -195,7 +195,7 @@ def _no_int8(loaded: Loaded, compute: Compute) -> str:
 
 def has_experts(model: Model) -> bool:
     """Return whether a model has layers with mixtures of experts."""
-    return "E" in getattr(model.config, "mlps", "")
+    return getattr(model.config, "has_experts", False)
 
 
 def choose_also(

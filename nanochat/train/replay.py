@@ -230,9 +230,9 @@ def with_own_words(
     """Return `rows` mixed with the model's own words, which fill one row in `every`.
 
     The model writes them now, unless they are on the disk already: as many as a run reads that
-    reads `run_rows` rows of the mixture, up to MOST_TOKENS. A narrow model, which reads its data more
-    often than others, reads its words as often too. Every rank must call this before the weights of
-    the trained model are loaded.
+    reads `run_rows` rows of the mixture, up to MOST_TOKENS. A narrow model, which reads its data
+    more often than others, reads its words as often too. Every rank must call this before the
+    weights of the trained model are loaded.
     """
     repeats = tuning_repeats(base.model.config.n_embd)
     rows_to_write = math.ceil(run_rows / every / repeats)

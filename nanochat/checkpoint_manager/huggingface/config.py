@@ -370,7 +370,7 @@ def published(shape: QwenConfig) -> dict[str, Any]:
         }
     if shape.window:
         content |= _published_windows(shape, model_type)
-    if "E" in shape.mlps:
+    if shape.has_experts:
         content |= {
             "num_experts": shape.n_experts,
             "num_experts_per_tok": shape.experts_per_token,
@@ -425,7 +425,7 @@ def _model_type(shape: QwenConfig) -> str:
             return "llama"
         return "ministral" if FULL in shape.kinds else "mistral"
     if shape.output_gate:
-        return "qwen3_5_moe_text" if "E" in shape.mlps else "qwen3_5_text"
-    if "E" in shape.mlps:
+        return "qwen3_5_moe_text" if shape.has_experts else "qwen3_5_text"
+    if shape.has_experts:
         return "qwen3_moe"
     return "qwen3" if shape.qk_norm else "qwen2"

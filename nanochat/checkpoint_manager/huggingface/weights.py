@@ -367,7 +367,7 @@ def load_weights(model: Qwen, folder: Path) -> None:
 
 def check_bits(config: QwenConfig, bits: int, name: str) -> None:
     """Raise UserError (exit code 2) if `bits` is 4 and the model has experts."""
-    if bits == BITS and "E" in config.mlps:
+    if bits == BITS and config.has_experts:
         raise UserError(
             tr(
                 "4 bits (--base_bits=4, --weights nf4) cannot hold the experts of {name}, where "

@@ -110,13 +110,13 @@ class QwenConfig:
                 "experts_per_token",
                 self.experts_per_token,
                 tr("from 1 to n_experts, which is {experts}", experts=self.n_experts),
-                "E" not in self.mlps or 1 <= self.experts_per_token <= self.n_experts,
+                not self.has_experts or 1 <= self.experts_per_token <= self.n_experts,
             ),
             (
                 "n_expert_hidden",
                 self.n_expert_hidden,
                 tr("at least {least}", least=1),
-                "E" not in self.mlps or self.n_expert_hidden >= 1,
+                not self.has_experts or self.n_expert_hidden >= 1,
             ),
             (
                 "delta_value_heads",
@@ -166,6 +166,11 @@ class QwenConfig:
     def mlp_kinds(self) -> str:
         """The kind of each layer's MLP, in order: M for an MLP, E for a mixture of experts."""
         return "".join(self.mlps[i % len(self.mlps)] for i in range(self.n_layer))
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer has a mixture of experts."""
+        return "E" in self.mlps
 
     @property
     def period(self) -> int:

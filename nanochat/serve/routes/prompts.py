@@ -120,7 +120,7 @@ def chat_tokens(
 
 def make_prompt(
     conversation: Conversation,
-    reply_room: int | None,
+    reply_room: int,
     truncate: bool,
     tokenizer: Tokenizer,
     context: int,
@@ -131,9 +131,9 @@ def make_prompt(
 
     The prompt leaves room in the context for one token, and for the `begun` tokens with which the
     reply begins. Turns, as counted after answerable(), are dropped only with `truncate`: as many as
-    it takes to make room for `reply_room` tokens (None: one).
-    Raises ApiError (400) about `field` if the prompt does not fit or cannot be rendered. Of a chat
-    of more than LARGE_TEXT characters, only as much is encoded and rendered as may fit.
+    it takes to make room for `reply_room` tokens. Raises ApiError (400) about `field` if the prompt
+    does not fit or cannot be rendered. Of a chat of more than LARGE_TEXT characters, only as much
+    is encoded and rendered as may fit.
     """
     too_old = 0
     if is_large(conversation):
@@ -144,7 +144,7 @@ def make_prompt(
         tokens = least_tokens(conversation, tokenizer, enough)
         if tokens > enough:
             raise PromptTooLong(tokens, context, field)
-    reply_length = reply_room if truncate and reply_room else 1
+    reply_length = reply_room if truncate else 1
     room = context - reply_length - begun
     messages = answerable(conversation).messages
     if messages != conversation.messages:

@@ -83,7 +83,7 @@ def test_large_chat_is_refused_without_encoding_all_of_it() -> None:
     plain = tokenizer.encode
     tokenizer.encode = lambda text: encoded.append(len(text)) or plain(text)  # type: ignore[method-assign]
     with pytest.raises(PromptTooLong):
-        make_prompt(Conversation((user("x" * (8 << 20)),)), None, True, tokenizer, 5000)  # type: ignore[arg-type]
+        make_prompt(Conversation((user("x" * (8 << 20)),)), 1, True, tokenizer, 5000)  # type: ignore[arg-type]
     assert sum(encoded) <= 2 * SLICE
 
 
@@ -107,11 +107,11 @@ def test_a_large_chat_is_cut_to_its_newest_exchanges() -> None:
 def test_old_thoughts_that_the_template_drops_make_no_chat_large() -> None:
     """ByteTokenizer writes no thoughts at all, as templates do before the last question."""
     turns = [turn for _ in range(9) for turn in (user("x"), thinking("y", "hm" * (1 << 16)))]
-    prompt, dropped = make_prompt(Conversation((*turns, user("z"))), None, False, ByteTokenizer(), 500)  # type: ignore[arg-type]
+    prompt, dropped = make_prompt(Conversation((*turns, user("z"))), 1, False, ByteTokenizer(), 500)  # type: ignore[arg-type]
     assert len(prompt) < 100 and dropped == 0
     with pytest.raises(PromptTooLong):  # a thought after the last question is written
         late = (user("x"), thinking("", "hm" * (1 << 18)), Message("tool", (Part("text", "z"),)))
-        make_prompt(Conversation(late), None, False, ByteTokenizer(), 500)  # type: ignore[arg-type]
+        make_prompt(Conversation(late), 1, False, ByteTokenizer(), 500)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -240,20 +240,20 @@ def test_truncation_encodes_no_more_than_the_context_reaches() -> None:
     encoded: list[str] = []
     plain = tokenizer.encode
     tokenizer.encode = lambda text: encoded.append(text) or plain(text)  # type: ignore[method-assign]
-    make_prompt(Conversation(chat(400)), None, True, tokenizer, 100)  # type: ignore[arg-type]
+    make_prompt(Conversation(chat(400)), 1, True, tokenizer, 100)  # type: ignore[arg-type]
     assert len(encoded) < 30
 
 
 def test_prompt_that_cannot_fit_is_refused_with_its_length() -> None:
     for truncate in (True, False):
         with pytest.raises(ApiError, match="holds 50 tokens; the messages have 104"):
-            make_prompt(Conversation((user("x" * 100),)), None, truncate, ByteTokenizer(), 50)  # type: ignore[arg-type]
+            make_prompt(Conversation((user("x" * 100),)), 1, truncate, ByteTokenizer(), 50)  # type: ignore[arg-type]
 
 
 def test_a_begun_reply_that_is_longer_than_the_context_is_refused_with_the_lengths_of_both() -> None:
     """It was told that the context holds -45 tokens."""
     with pytest.raises(ApiError, match="holds 50 tokens; the messages have 100"):
-        make_prompt(Conversation((user("x"),)), None, False, ByteTokenizer(), 50, begun=95)  # type: ignore[arg-type]
+        make_prompt(Conversation((user("x"),)), 1, False, ByteTokenizer(), 50, begun=95)  # type: ignore[arg-type]
 
 
 def by_address(owners: str, waiting: int, leaving: tuple[int, ...] = ()) -> tuple[str, str]:
