@@ -4,10 +4,8 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError, parse
 from nanochat.device import compute_init
 from nanochat.generate.sampling import Sampling
+from nanochat.serve.address import listen
 from nanochat.serve.app import create_app
 from nanochat.serve.chosen import Chosen
 from nanochat.serve.connections import Caps, is_loopback
@@ -29,10 +28,8 @@ from nanochat.serve.server import Settings
 from scripts.chat_web import (
     Config,
     about,
-    addresses,
     chat_web,
     check,
-    listen,
     models_of,
     only_runs,
     serve_until_stopped,
@@ -45,36 +42,6 @@ from tests.support.fake_engine import CHAT, SETTINGS, ByteTokenizer, FakeEngine,
 from tests.support.tiny_model import tiny_checkpoint, tiny_gpt, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-@pytest.fixture
-def taken() -> Iterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        yield other.getsockname()[1]
-
-
-def test_taken_port_is_refused_with_one_that_is_free(taken):
-    with pytest.raises(UserError, match=f"port {taken} is taken") as caught:
-        listen("127.0.0.1", taken)
-    assert caught.value.exit_code == 1
-    free = re.search(r"--port (\d+)", str(caught.value))
-    assert free
-    listen("127.0.0.1", int(free[1])).close()
-
-
-@pytest.mark.parametrize("host", ["192.0.2.1", "no such name"])
-def test_address_of_another_machine_is_refused(host):
-    with pytest.raises(UserError, match="must be an address of this machine"):
-        listen(host, 0)
-
-
-def test_addresses_are_ones_a_browser_takes():
-    with listen("127.0.0.1", 0) as one, listen("0.0.0.0", 0) as all_of_them:
-        assert addresses(one, "127.0.0.1") == [f"http://127.0.0.1:{one.getsockname()[1]}"]
-        assert addresses(one, "::1") == [f"http://[::1]:{one.getsockname()[1]}"]
-        port = all_of_them.getsockname()[1]
-        named = [f"http://127.0.0.1:{port}", f"http://{socket.gethostname()}:{port}"]
-        assert addresses(all_of_them, "0.0.0.0") == named
 
 
 def test_other_machines_get_in_only_when_asked_for_and_without_a_key_a_warning_says_so(monkeypatch, capsys):
