@@ -335,19 +335,25 @@ def _chosen(
     samplings: Sequence[Sampling],
     uniforms: Sequence[float],
 ) -> Tensor:  # (B,) token ids
-    """Choose and return the token of each row: greedily, from its top_k, or from all tokens."""
+    """Choose and return the token of each row.
+
+    A row takes its likeliest token (its top_k is 0 here), or draws from its top_k tokens, from all
+    tokens (its top_k is V), or from a nucleus of all tokens. Each of the first three kinds that
+    occurs is computed for every row, in as few operators as possible. The last one sorts whole
+    rows, so it gets only those that ask for it.
+    """
     V = logits.size(1)
     top_ks = [sampling.top_k_of(V) for sampling in samplings]
-    rows = []
+    temperatures = []
     nuclei = []
-    for sampling, uniform_number, top_k in zip(samplings, uniforms, top_ks, strict=True):
-        temperature = sampling.temperature if top_k else 1.0
-        has_nucleus = top_k and sampling.top_p < 1
-        rows.append((uniform_number, temperature, top_k))
-        nuclei.append(sampling.top_p if has_nucleus else NO_NUCLEUS)
+    for sampling, top_k in zip(samplings, top_ks, strict=True):
+        temperatures.append(sampling.temperature if top_k else 1.0)
+        nuclei.append(sampling.top_p if top_k and sampling.top_p < 1 else NO_NUCLEUS)
+    rows = [*zip(uniforms, temperatures, top_ks, strict=True)]
     settings = torch.tensor(rows).to(logits.device, non_blocking=True)  # (B, 3)
     if any(sampling.min_p and top_k for sampling, top_k in zip(samplings, top_ks, strict=True)):
         _leave_out_unlikely(logits, settings, samplings)
+
     choice = likeliest(logits) if 0 in top_ks else None
     widest = max((top_k for top_k in top_ks if top_k < V), default=0)
     if widest:
@@ -357,8 +363,6 @@ def _chosen(
         drawn = _draw(logits, settings[:, 1:2], settings[:, 0])
         choice = drawn if choice is None else torch.where(settings[:, 2] == V, drawn, choice)
     assert choice is not None
-    # A nucleus of the whole vocabulary needs all tokens in order, so only the rows that ask for one
-    # are sorted.
     sorted_rows = [
         row for row, top_k in enumerate(top_ks) if top_k == V and nuclei[row] != NO_NUCLEUS
     ]

@@ -346,6 +346,7 @@ class Slots:
 
         If there are fewer than 16, or a pass has failed, they are dropped. If the request was
         ready, the last ready request takes its slot. The prefilling requests then move up in order.
+        Say that A, B and C decode, and x and y prefill: when A ends, A B C x y becomes C B x y A.
         """
         request = self.requests[slot]
         assert request is not None
@@ -355,7 +356,7 @@ class Slots:
         path = [slot] if gap == slot else [slot, gap]
         path += range(gap + 1, last + 1)
         contents = None
-        if is_reusable and len(path) > 1:
+        if is_reusable and len(path) > 1:  # the slot will be overwritten
             contents = self.cache.take(slot, request.cached)
         for target, source in itertools.pairwise(path):
             self._move(source, target)
