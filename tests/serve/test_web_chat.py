@@ -94,7 +94,7 @@ def test_a_question_without_an_answer_goes_to_the_input_box_when_another_chat_is
     expect(page.locator(".turn.user")).to_have_count(1)
     page.fill("#prompt", "a draft")
     page.get_by_role("button", name="New chat").click()
-    expect(page.locator("#prompt")).to_have_value("a draft")
+    expect(page.locator("#prompt")).to_have_value("hello\n\na draft")
 
 
 def test_an_example_leaves_what_stands_in_the_input_box(page):

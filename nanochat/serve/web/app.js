@@ -21,9 +21,7 @@ const conversation = new Conversation(log, {
   follow,
   focus: focusPrompt,
   described,
-  giveBack(text) {
-    prompt.value ||= text;
-  },
+  giveBack,
   taken: (id) => talkWith(id, described),
 });
 const panel = new HistoryPanel({
@@ -126,6 +124,11 @@ function focusPrompt() {
   if (!matchMedia("(pointer: coarse)").matches) prompt.focus();
 }
 
+/** Put a question without an answer into the input box, above what stands there, unless it is there already. */
+function giveBack(question) {
+  if (!prompt.value.includes(question)) prompt.value = [question, prompt.value].filter(Boolean).join("\n\n");
+}
+
 prompt.addEventListener("input", refreshComposer);
 prompt.addEventListener("keydown", (key) => {
   // While an input method is composing, Enter accepts its suggestion. Safari ends the composition before this event
@@ -219,8 +222,8 @@ find("model").addEventListener("keydown", ({ key }) => {
 translatePage();
 showLanguage();
 const { chat = newChat(), base, draft = "", unanswered = "" } = kept() ?? {};
-// A question without an answer goes to the input box, unless it is there already.
-prompt.value = draft.includes(unanswered) ? draft : [unanswered, draft].filter(Boolean).join("\n\n");
+prompt.value = draft;
+giveBack(unanswered);
 hold(chat, base);
 conversation.open(chat);
 focusPrompt();

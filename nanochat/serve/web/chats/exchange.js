@@ -155,8 +155,9 @@ export function turnAt(exchanges, place) {
   return exchange?.user === place ? exchange.asked : exchange?.turn;
 }
 
-/** Return the text of the last question of a conversation if it has no answer, else "". */
+/** Return the text of the last question of a conversation if it has no answer and was not given back, else "". */
 export function unansweredOf({ last, shown, running, pair }) {
+  if (last?.turn.hopeless) return ""; // it has been given back, and may have been made shorter since
   const saying = pair ? pair.said.length > 0 : last?.turn.saidSomething || last?.old;
   const answered = running ? saying : shown.some(({ asked }) => asked === last?.asked);
   return last && !answered ? last.asked.text : "";
