@@ -52,7 +52,7 @@ NAMED = {
         rope_theta=10_000, use_mrope=False, **WINDOWLESS), 1_777_088_000),
     "SmolLM3-3B": (config_of(
         "SmolLM3ForCausalLM", 36, 2048, 11_008, (16, 4), vocab_size=128_256, max_position_embeddings=65_536,
-        tie_word_embeddings=True, rope_theta=5_000_000.0, rope_scaling=None, no_rope_layers=[1, 1, 1, 0] * 9,
+        rope_theta=5_000_000.0, rope_scaling=None, no_rope_layers=[1, 1, 1, 0] * 9,
         no_rope_layer_interval=4, layer_types=["full_attention"] * 36, **WINDOWLESS), 3_075_098_624),
     "DeepSeek-R1-Distill-Llama-8B": (config_of(
         "LlamaForCausalLM", 32, 4096, 14_336, (32, 8), vocab_size=128_256, max_position_embeddings=131_072,
