@@ -115,3 +115,14 @@ def test_yarn_stretches_the_context_and_dynamic_scaling_if_asked(tmp_path: Path)
         (tmp_path / "config.json").write_text(json.dumps(content))
         assert read_config(tmp_path).sequence_len == default
         assert read_config(tmp_path, 256).sequence_len == 256
+
+
+def test_vllms_factor_beside_the_usual_scale_of_yarn_is_read_and_written(tmp_path: Path) -> None:
+    """DeepSeek-R1-0528-Qwen3-8B cancels the usual scale with it; transformers knows attention_factor only."""
+    factor = 0.8782488562869419
+    content = published(replace(EVERY["qwen3 yarn"], rope_scale=1.0))
+    assert content["rope_scaling"]["attn_factor"] == pytest.approx(factor)
+    del content["rope_scaling"]["attention_factor"]
+    content["rope_scaling"]["attn_factor"] = factor
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert read_config(tmp_path).rope_scale == pytest.approx(1.0)
