@@ -18,7 +18,11 @@ import numpy as np
 
 from nanochat.checkpoint_manager.huggingface import answers
 from nanochat.checkpoint_manager.huggingface.folders import read_object, refuse_pointer
-from nanochat.checkpoint_manager.huggingface.generation import sampling_defaults
+from nanochat.checkpoint_manager.huggingface.generation import (
+    add_end,
+    listed_ends,
+    sampling_defaults,
+)
 from nanochat.checkpoint_manager.huggingface.quantised import drop_setting
 from nanochat.checkpoint_manager.huggingface.spm import Segment
 from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, Messages, chatml
@@ -147,7 +151,8 @@ class FolderTokenizer:
     def save(self, folder: Path) -> Path:
         """Copy the tokenizer and configuration files to a folder.
 
-        Returns the path of the new tokenizer.json.
+        generation_config.json also lists the token that ends a reply. Returns the path of the new
+        tokenizer.json.
         """
         for name in COMPANIONS:
             if (self.folder / name).is_file():
@@ -155,6 +160,7 @@ class FolderTokenizer:
                 if name == "config.json":
                     drop_setting(folder / name)
                 fsync_path(folder / name)
+        add_end(folder, self.special("assistant_end"))
         return folder / FILE_NAME
 
     def _read_names(self) -> dict[str, str]:
@@ -177,14 +183,8 @@ class FolderTokenizer:
         none, the eos_token of tokenizer_config.json, and the tokens of ENDS_OF_TURN. Raises
         UserError if the model has none of them.
         """
-        listed: Any = []
-        for name in ("config.json", "generation_config.json"):
-            listed = read_object(self.folder / name).get("eos_token_id", listed)
-        if not isinstance(listed, list):
-            listed = [listed]
         # Tokens beyond the embedding are left out, because the model cannot choose them.
-        embedded = range(self.vocab_size)
-        stops = {token for token in listed if isinstance(token, int) and token in embedded}
+        stops = set(listed_ends(self.folder)).intersection(range(self.vocab_size))
         ends_of_turn = [self._specials.get(spelling) for spelling in ENDS_OF_TURN]
         for token in (self.named("eos_token"), *ends_of_turn):
             if token is not None:

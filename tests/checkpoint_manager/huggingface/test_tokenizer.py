@@ -270,6 +270,23 @@ def test_ends_of_config_json_count_if_generation_config_json_names_none(tmp_path
     assert FolderTokenizer(folder, VOCABULARY).stops == {300, EXTRA, 302}
 
 
+@pytest.mark.parametrize(
+    ("content", "ends"),
+    [({"eos_token_id": 300}, [302, 300]), ({"eos_token_id": [300, 302]}, [300, 302]), (None, [302])],
+)
+def test_a_copy_lists_the_end_of_a_reply_which_base_models_do_not(
+    content: Any, ends: list[int], tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path, "qwen3")
+    (folder / "generation_config.json").unlink()
+    if content is not None:
+        write(folder, "generation_config.json", {"max_new_tokens": 9, **content})
+    (tmp_path / "copy").mkdir()
+    FolderTokenizer(folder, VOCABULARY).save(tmp_path / "copy")
+    copy = json.loads((tmp_path / "copy" / "generation_config.json").read_text())
+    assert copy["eos_token_id"] == ends and (content is None or copy["max_new_tokens"] == 9)
+
+
 def test_every_end_of_the_publisher_ends_a_reply_of_the_engine(three_ends: FolderTokenizer) -> None:
     engine = Engine(tiny_qwen("qwen3"), three_ends, slots=1)
     for token in sorted(three_ends.stops):
