@@ -141,19 +141,22 @@ def _start(
     begin: int,
     opening: str,
 ) -> int:
-    """Return where a turn begins whose first mark is at `begin`: after its opening.
+    """Return where a turn begins whose first mark is at `begin`: after the lines of its opening.
 
-    Raises UserError if it does not open as a reply does.
+    A call may have only the first of them, as where the opening ends with <think> and a template
+    writes no thoughts before the calls of an earlier turn. Raises UserError if it does not open as
+    a reply does.
     """
     stem = opening.partition("\n")[0]
     position = text.rfind(stem, 0, begin) if stem else -1
     if position < 0:
         raise UserError(tr("what the assistant says does not begin as a reply does"))
-    length = 0
-    longest = min(len(opening), begin - position)
-    while length < longest and text[position + length] == opening[length]:
-        length += 1
-    return position + length
+    start = position + len(stem)
+    for line in opening.removeprefix(stem).splitlines(keepends=True):
+        if not text.startswith(line, start, begin):
+            break
+        start += len(line)
+    return start
 
 
 def with_ends(text: str, begin: str, end: str) -> str:
