@@ -110,9 +110,7 @@ def open_tuned(
     values = read_parameters(where)
     tensors = {name: values[name][: values[name].shape[0]] for name in values}
     modules = {name.rpartition(".lora_")[0] for name in tensors}
-    configs = {
-        module: for_stack(lora, stack) for module in modules if (stack := stack_of(module))
-    }
+    configs = {module: for_stack(lora, stack) for module in modules if (stack := stack_of(module))}
     return _of_base(parent.tag, parent.identity, base, Adapter(lora, tensors, configs))
 
 

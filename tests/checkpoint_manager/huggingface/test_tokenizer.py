@@ -126,7 +126,7 @@ def test_conversations_are_rendered_as_transformers_does(folder: Path, template:
     assert ours.render_prompt(talk) == prompt
     trained = ours.decode([token for token, one in zip(rendered.ids, rendered.mask, strict=True) if one])
     if template:
-        assert trained == "yes, a cat<|im_end|>mats\n</think>\n\nno 垫子<|im_end|>"
+        assert trained == "yes, a cat<|im_end|><think>\nmats\n</think>\n\nno 垫子<|im_end|>"
     else:
         assert trained == "<think>\na cat\n</think>\n\nyes, a cat<|im_end|><think>\nmats\n</think>\n\nno 垫子<|im_end|>"
 
@@ -163,6 +163,29 @@ def test_the_template_says_whether_a_model_takes_system_messages_and_tools(
         (folder / "chat_template.jinja").write_text(template)
     ours = FolderTokenizer(folder, ROWS)
     assert (ours.takes_system, ours.takes_tools) == takes
+
+
+# Mistral's templates since v0.3 write a system message only where the last message is the user's.
+LAST_ONLY = (
+    "{% if messages[0].role == 'system' %}{% set rules = messages[0].content + '\n\n' %}{% set messages = messages[1:] %}"
+    "{% endif %}{% for m in messages %}{{ rules if loop.last and m.role == 'user' }}{{ m.content }}"
+    "{{ '<|im_end|>' if m.role == 'assistant' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM + "<|im_end|>", LAST_ONLY])
+def test_a_system_message_that_a_template_would_leave_out_is_trained_as_it_is_prompted(
+    folder: Path, template: str
+) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = FolderTokenizer(folder, ROWS)
+    talk = Conversation(
+        (system("be kind"), user("cat?"), assistant("no"), user("mat?"), assistant("yes")), prompt_turns=4
+    )
+    merged = Conversation((user("be kind\n\ncat?"), *talk.messages[2:]), prompt_turns=3)
+    assert tokenizer.render(talk) == tokenizer.render(merged)
+    assert tokenizer.render_prompt(talk) == tokenizer.render_prompt(merged)
+    assert "be kind" in tokenizer.decode(tokenizer.render(talk).ids)
 
 
 OPENED = "{{ '<think>' if enable_thinking }}"
