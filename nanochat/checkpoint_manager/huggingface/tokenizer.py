@@ -102,26 +102,17 @@ class FolderTokenizer:
         self.folder = folder
         self.vocab_size = vocab_size
         self.hash = sha256_of(path)
-        vocabulary = read_vocabulary(path)
+        self._names = self._read_names()
+        ends = [self._names.get(name, "") for name in ("bos_token", "eos_token")]
+        chats = " ".join([self.template_source or "", *ends])
+        vocabulary = read_vocabulary(path, vocab_size, chats)
         self._tokenizer = vocabulary.tokenizer
         self._pieces = vocabulary.sentence_pieces
         self._added = vocabulary.added
         self._specials = vocabulary.specials
         longest_first = sorted(self._specials, key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._last = max(self._tokenizer.get_vocab().values())  # get_vocab() is slow: it copies
-        if self._last >= vocab_size:
-            raise UserError(
-                tr(
-                    "{path} has a token {last:,}, and the embedding of the model has only "
-                    "{vocab_size:,} rows: they do not belong together. Copy the model "
-                    "again from its source",
-                    path=path,
-                    last=self._last,
-                    vocab_size=vocab_size,
-                )
-            )
-        self._names = self._read_names()
+        self._last = vocabulary.last
         self.stops = self._read_stops()
         bos_candidates = (
             self.named("bos_token"),

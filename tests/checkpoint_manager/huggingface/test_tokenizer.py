@@ -10,6 +10,7 @@ import torch
 
 from nanochat.checkpoint_manager.huggingface.template import ChatTemplate
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
+from nanochat.checkpoint_manager.huggingface.vocabulary import read_vocabulary
 from nanochat.common import UserError
 from nanochat.data import bpe
 from nanochat.data.conversation import Conversation, Message, Part, assistant, chat, system, user
@@ -259,8 +260,10 @@ def test_a_template_renders_many_conversations() -> None:
 
 
 def test_tokenizers_that_do_not_fit_are_refused(folder: Path, source: str) -> None:
-    with pytest.raises(UserError, match="a token 303, and the embedding of the model has only 303 rows"):
-        FolderTokenizer(folder, 303)
+    with pytest.raises(UserError, match="a token 303, and the embedding of the model has only 302 rows"):
+        FolderTokenizer(folder, 302)  # 302 ends a reply
+    with pytest.raises(UserError, match="a token 299, and the embedding of the model has only 299 rows"):
+        read_vocabulary(folder / "tokenizer.json", 299, "")
     other = source.replace('"decoder": {"type": "ByteLevel"', '"decoder": {"type": "Fuse"')
     cases = {"{": "cannot be read as JSON", '{"added_tokens": []}': "is damaged", other: "kind Fuse"}
     for content, words in cases.items():
@@ -270,6 +273,13 @@ def test_tokenizers_that_do_not_fit_are_refused(folder: Path, source: str) -> No
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         FolderTokenizer(folder, ROWS)
+
+
+def test_an_added_token_without_a_row_is_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A padding token in copies of Llama 2, for which the embedding was never enlarged."""
+    tokenizer = FolderTokenizer(folder, 303)
+    assert "without a row in the model's embedding, which are left out: <think>" in capsys.readouterr().err
+    assert max(tokenizer.encode("<think>")) < 300 and tokenizer.decode(tokenizer.encode("<think>")) == "<think>"
 
 
 EXTRA = 301  # an end of a reply that only generation_config.json names
