@@ -8,6 +8,7 @@ begins after the words that open a reply, and ends with the token that ends it.
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from nanochat.common import UserError, tr
@@ -179,3 +180,28 @@ def with_ends(text: str, begin: str, end: str) -> str:
     wherever the part that a template keeps can begin, and the first one that is kept counts.
     """
     return f"{_with_marks(text, begin) or begin}{end}"
+
+
+# --- templates that leave out what is to be trained ----------------------------------------------
+
+
+def silent_template(folder: Path) -> UserError:
+    """Return the error that the chat template in a folder leaves out all words to train on."""
+    return UserError(
+        tr(
+            "the chat template in {folder} leaves out what the assistant says. Remove it",
+            folder=folder,
+        )
+    )
+
+
+def lost_thoughts(folder: Path) -> UserError:
+    """Return the error that the chat template in a folder leaves out the thoughts of a reply."""
+    return UserError(
+        tr(
+            "the chat template in {folder} leaves out what a reply says before </think>, so that "
+            "these thoughts would not be trained. Remove them from the records, or change the "
+            "template so that it writes them",
+            folder=folder,
+        )
+    )

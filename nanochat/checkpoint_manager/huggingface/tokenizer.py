@@ -544,6 +544,10 @@ class FolderTokenizer:
         """
         if not self._writes_system:
             conversation = answers.without_system(conversation)
+        last = conversation.messages[-1]
+        thinks = last.role == "assistant" and last.trained and "</think>" in last.text
+        if thinks and not self._writes_thoughts:
+            raise answers.lost_thoughts(self.folder)
         if conversation.needs_template:
             return self._render_with_calls(conversation)
         messages = []
@@ -560,7 +564,7 @@ class FolderTokenizer:
             text = text.replace(f"{own}{BEGIN}", f"{BEGIN}{own}")
         rendered = self._tokens(self._segments(text))
         if has_trained_turn and not any(rendered.mask):
-            raise self._silent_template()
+            raise answers.silent_template(self.folder)
         return rendered
 
     @cached_property
@@ -587,13 +591,14 @@ class FolderTokenizer:
         opens_thoughts = self._opening.endswith(answers.OPENING)
         return (self._own_space,) if opens_thoughts else (self._own_space, answers.OPENING)
 
-    def _silent_template(self) -> UserError:
-        return UserError(
-            tr(
-                "the chat template in {folder} leaves out what the assistant says. Remove it",
-                folder=self.folder,
-            )
-        )
+    @cached_property
+    def _writes_thoughts(self) -> bool:
+        """Whether the chat template writes thoughts in the text of the last reply, or fails."""
+        reply = _message("assistant", f"{answers.OPENING}a_thought\n</think>\n\nA")
+        try:
+            return "a_thought" in self._text([_message("user", "Q"), reply], reply=False)
+        except UserError:
+            return True
 
     def _render_with_calls(self, conversation: Conversation) -> Rendered:
         """Return what render() does, for a conversation with calls, reasoning or options."""
@@ -620,7 +625,7 @@ class FolderTokenizer:
             marked_text, conversation.messages, self._opening, stops, self._own_beginnings
         )
         if marked != plain and not spans:
-            raise self._silent_template()
+            raise answers.silent_template(self.folder)
         segments: list[Segment] = []
         position = 0
         for span in [*spans, answers.Span(len(text), len(text))]:

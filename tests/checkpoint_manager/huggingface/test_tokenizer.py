@@ -221,6 +221,18 @@ def test_a_template_that_is_no_text_is_refused(folder: Path, template: Any) -> N
         FolderTokenizer(folder, ROWS).render_prompt(chat("a", "b"))
 
 
+def test_thoughts_that_a_template_leaves_out_are_refused(folder: Path) -> None:
+    """As that of DeepSeek-R1 does, whose prompts open the thoughts."""
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
+        "{{ 'assistant: <think>' if add_generation_prompt }}"
+    )
+    tokenizer = FolderTokenizer(folder, ROWS)
+    with pytest.raises(UserError, match="leaves out what a reply says before </think>"):
+        tokenizer.render(chat("cat?", "<think>\na cat\n</think>\n\nyes"))
+    assert any(tokenizer.render(chat("cat?", "yes")).mask)
+
+
 def test_a_template_that_leaves_the_assistant_out_is_refused(folder: Path) -> None:
     write(folder, "tokenizer_config.json", {"chat_template": "<|im_start|>{{ messages[0].content }}"})
     with pytest.raises(UserError, match="leaves out what the assistant says"):
