@@ -189,15 +189,13 @@ def _split(value: Mapping[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
 
 def _messages_before(value: Mapping[str, Any]) -> list[Any] | None:
     """Return the messages that precede both answers, or None if the record names none."""
-    if "prompt" in value:
+    if value.get("prompt") is not None:
         return _messages(value["prompt"], "user")
     for name in _TURNS:
-        if name in value:
-            if value[name]:
-                return _messages(value[name])
-            break
+        if value.get(name) not in EMPTY:
+            return _messages(value[name])
     for name in _ALPACA:
-        if name in value:
+        if value.get(name) is not None:
             return question_turns(value, name)
     return None
 

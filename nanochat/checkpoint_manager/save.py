@@ -207,9 +207,10 @@ def _write_files(step: Step, state: RankState, compute: Compute, group: Any) -> 
         seals["tokenizer.json"] = seal(folder / "tokenizer.json")
         if lora:
             from nanochat.checkpoint_manager.huggingface import adapter
+            from nanochat.models.qwen.config import QwenConfig
 
             base = step.meta["base"]["folder"]
-            adapter.write_settings(folder, lora, step.meta["model"], base)
+            adapter.write_settings(folder, lora, QwenConfig(**step.meta["model"]), base)
     return seals
 
 

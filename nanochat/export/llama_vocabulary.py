@@ -9,6 +9,7 @@ from typing import Any
 from nanochat.checkpoint_manager.huggingface.spm import is_sentence_pieces
 from nanochat.checkpoint_manager.huggingface.template import CHATML
 from nanochat.checkpoint_manager.huggingface.tokenizer import FILE_NAME, FolderTokenizer
+from nanochat.checkpoint_manager.huggingface.vocabulary import added_with_rows
 from nanochat.common import log, read_json, tr
 from nanochat.export import llama_pieces
 from nanochat.export.gguf import Value
@@ -96,7 +97,7 @@ def _tokens(content: Mapping[str, Any], row_count: int, advice: str) -> dict[str
     for spelling, token_id in content["model"]["vocab"].items():
         spellings[token_id] = spelling
         kinds[token_id] = NORMAL
-    for token in content["added_tokens"]:
+    for token in added_with_rows(content, row_count):
         token_id = int(token["id"])
         spellings[token_id] = token["content"]
         kinds[token_id] = CONTROL if token["special"] else USER_DEFINED

@@ -173,6 +173,15 @@ def stacked(A: Tensor, B: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return A.unflatten(0, (-1, rank)), B.unflatten(1, (rank, -1)).permute(2, 0, 1)
 
 
+def for_stack(config: LoraConfig, stack: str) -> LoraConfig:
+    """Return the settings of a stack, with the rank and the alpha of each of its matrices.
+
+    `stack` is its name, or ends with a dot and its name.
+    """
+    count = len(STACKS[stack.rpartition(".")[2]])
+    return replace(config, rank=count * config.rank, alpha=count * config.alpha)
+
+
 class StackLowRank:
     """The adapter of a stack of the experts' matrices, which adds scale * B A x to each product.
 
@@ -184,8 +193,7 @@ class StackLowRank:
         """Add A and B to the experts in fp32, on their device; init_adapters() fills them."""
         self.experts = experts
         self.stack = stack
-        count = len(STACKS[stack])
-        self.config = replace(config, rank=count * config.rank, alpha=count * config.alpha)
+        self.config = for_stack(config, stack)
         weight: nn.Parameter = getattr(experts, stack)
         E, outputs, inputs = weight.shape
         options = {"bias": False, "device": weight.device, "dtype": torch.float32}

@@ -16,7 +16,7 @@ from nanochat.checkpoint_manager.locate import checkpoint_dir, find_parent
 from nanochat.checkpoint_manager.parts.model import read_parameters
 from nanochat.common import UserError, tr
 from nanochat.device import Compute
-from nanochat.models.lora import Adapter, LoraConfig, delta
+from nanochat.models.lora import Adapter, LoraConfig, delta, for_stack, stack_of
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
@@ -109,7 +109,9 @@ def open_tuned(
     base = open_base(base_folder, None, None if rank == 0 else lora, compute, seed)
     values = read_parameters(where)
     tensors = {name: values[name][: values[name].shape[0]] for name in values}
-    return _of_base(parent.tag, parent.identity, base, Adapter(lora, tensors))
+    modules = {name.rpartition(".lora_")[0] for name in tensors}
+    configs = {module: for_stack(lora, stack) for module in modules if (stack := stack_of(module))}
+    return _of_base(parent.tag, parent.identity, base, Adapter(lora, tensors, configs))
 
 
 def _lora(rank: int | None, alpha: float) -> LoraConfig | None:
@@ -121,14 +123,14 @@ def _lora(rank: int | None, alpha: float) -> LoraConfig | None:
 
 @torch.no_grad()
 def _merge_rows(base: Base, adapter: Adapter) -> None:
-    """Add an adapter to the rows of the matrices that this rank holds."""
+    """Add an adapter to the rows of the matrices, or the experts of the stacks, of this rank."""
     ends = ".lora_A.weight"
     for value_name in adapter.values:
         if not value_name.endswith(ends):
             continue
-        name = value_name.removesuffix(ends)
-        parameter = base.model.get_parameter(f"{name}.weight")
+        module = value_name.removesuffix(ends)
+        parameter = base.model.get_parameter(stack_of(module) or f"{module}.weight")
         local_rows = device.local(parameter)
         first = parallel.place_of(parameter).first_row(parameter.shape[0])
-        change = delta(adapter, name, local_rows.device)
+        change = delta(adapter, module, local_rows.device)
         local_rows += change[first : first + local_rows.shape[0]]

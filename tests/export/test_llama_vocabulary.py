@@ -34,6 +34,15 @@ def folder_with(path: Path, changes: dict[str, Any] | None = None, family: str =
     return FolderTokenizer(path, 320)
 
 
+def test_an_added_token_without_a_row_is_not_in_the_file(tmp_path: Path) -> None:
+    folder_with(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 303, "content": "<pad>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokens = vocabulary(FolderTokenizer(tmp_path, 303))["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list) and tokens[300:] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
 def test_a_published_vocabulary(tmp_path: Path) -> None:
     tokenizer = folder_with(tmp_path)
     made = vocabulary(tokenizer)

@@ -51,6 +51,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Pair]] = {
         LATER,
     ),
     "Orca": ({"system": "", "question": "is it?", "chosen": "yes", "rejected": "no"}, ALONE),
+    "a table of several layouts": (
+        {"prompt": None, "conversations": None, "instruction": None, "question": "is it?", "chosen": "yes", "rejected": "no"},
+        ALONE,
+    ),
     "ms-swift": ({"messages": [ASKED, YES], "rejected_response": "no"}, ALONE),
     "ms-swift with a system key": (
         {"messages": [*HISTORY, ASKED, YES], "rejected_response": "no", "system": "be short"}, LATER,

@@ -34,6 +34,7 @@ from nanochat.models.lora import (
     stack_of,
 )
 from nanochat.models.nf4 import BITS, nf4_matrices
+from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.experts import Experts
 from nanochat.models.qwen.layers import Vocabulary
 from nanochat.models.qwen.model import Qwen
@@ -94,13 +95,11 @@ def tell_base_bits(bits: int, model: nn.Module, folder: Path) -> None:
         )
 
 
-def write_settings(
-    folder: Path, lora: Mapping[str, Any], shape: Mapping[str, Any], base: str
-) -> None:
+def write_settings(folder: Path, lora: Mapping[str, Any], shape: QwenConfig, base: str) -> None:
     """Write adapter_config.json, so that peft can load the adapter in a folder.
 
-    `lora` has the fields of a LoraConfig, `shape` those of the base's configuration, and `base` is
-    the folder of the base model. A config.json in the folder is removed, because a folder that has
+    `lora` has the fields of a LoraConfig, and `base` is the folder of the base model, which has the
+    configuration `shape`. A config.json in the folder is removed, because a folder that has
     one is taken for a whole model.
     """
     (folder / "config.json").unlink(missing_ok=True)
@@ -120,17 +119,17 @@ def write_settings(
     write_json(folder / SETTINGS, content)
 
 
-def _expert_settings(lora: Mapping[str, Any], shape: Mapping[str, Any]) -> dict[str, Any]:
+def _expert_settings(lora: Mapping[str, Any], shape: QwenConfig) -> dict[str, Any]:
     """Return the settings for adapters of experts, which are those that peft writes.
 
     Peft has gate and up matrices as one parameter, whose rank is doubled. Targets that only experts
     match are not target modules, since peft takes those of Qwen3 for experts again.
     """
     targets = lora["targets"]
-    if "E" not in shape.get("mlps", "") or not adapts_experts(targets):
+    if not shape.has_experts or not adapts_experts(targets):
         return {}
     modules = targets
-    if not shape["n_shared_hidden"]:
+    if not shape.n_shared_hidden:
         modules = [target for target in targets if not adapts_experts([target])]
     return {
         "target_modules": list(modules),
@@ -152,7 +151,7 @@ def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path) -> No
         if ".lora_" in name
     }
     with new_folder(folder) as temporary:
-        write_settings(temporary, asdict(config), asdict(model.config), base)
+        write_settings(temporary, asdict(config), model.config, base)
         write_tensors(tensors, temporary / ADAPTER, facts(model))
 
 

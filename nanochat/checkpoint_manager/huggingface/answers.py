@@ -7,11 +7,12 @@ begins after the words that open a reply, and ends with the token that ends it.
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from nanochat.common import UserError, tr
-from nanochat.data.conversation import Message
+from nanochat.data.conversation import Conversation, Message, user
 
 # Private-use characters around the index of a message. FolderTokenizer replaces them in the texts.
 OPEN_MARK, CLOSE_MARK = "\ue002", "\ue001"
@@ -20,6 +21,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 _MARK = re.compile(f"{OPEN_MARK}(\\d+){CLOSE_MARK}")
 # The marks around thoughts, of families of models.
 THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+OPENING = "<think>\n"  # begins thoughts
 # One call of a function, for a question to a template.
 PROBE_TOOL = {"type": "function", "function": {"name": "a_tool", "parameters": {"type": "object"}}}
 
@@ -30,6 +32,19 @@ class Span:
 
     start: int
     end: int
+
+
+def without_system(conversation: Conversation) -> Conversation:
+    """Return a conversation in which a leading system message stands in the user's first text.
+
+    It is in front of that text, with a blank line between them.
+    """
+    turns = conversation.messages
+    if [turn.role for turn in turns[:2]] != ["system", "user"]:
+        return conversation
+    merged = user(f"{turns[0].text}\n\n{turns[1].text}")
+    prompt_turns = max(conversation.prompt_turns - 1, 0)
+    return replace(conversation, messages=(merged, *turns[2:]), prompt_turns=prompt_turns)
 
 
 def mark(index: int) -> str:
@@ -102,14 +117,14 @@ def spans(
     messages: Sequence[Message],
     opening: str,
     stops: Collection[str],
-    own_space: str = "",
+    own_beginnings: Sequence[str] = (),
 ) -> list[Span]:
     """Return what is trained in a rendered text, from the text with marks.
 
     `opening` is what a template writes before a reply, and `stops` are the special tokens that end
-    one. A message of words alone begins with its words, or with `own_space` in front of them, which
-    the model has to write; one with reasoning or calls begins after the opening, as far as the
-    template writes it. Raises UserError if the beginning or the end of a message cannot be found.
+    one. A message of words alone begins with its words, or with one of `own_beginnings` in front of
+    them, which the model has to write; one with reasoning or calls begins after the opening, as far
+    as the template writes it. Raises UserError if the beginning or the end of a message cannot be found.
     """
     text = without_marks(marked_text)
     first: dict[int, int] = {}
@@ -128,10 +143,9 @@ def spans(
             raise UserError(tr("no special token ends what the assistant says"))
         if messages[index].fields:
             start = _start(text, begin, opening)
-        elif text.endswith(own_space, 0, begin):
-            start = begin - len(own_space)
         else:
-            start = begin
+            owns = [own for own in own_beginnings if text.endswith(own, 0, begin)]
+            start = begin - max(map(len, owns), default=0)
         spans.append(Span(start, end.end()))
     return spans
 
@@ -141,19 +155,22 @@ def _start(
     begin: int,
     opening: str,
 ) -> int:
-    """Return where a turn begins whose first mark is at `begin`: after its opening.
+    """Return where a turn begins whose first mark is at `begin`: after the lines of its opening.
 
-    Raises UserError if it does not open as a reply does.
+    A call may have only the first of them, as where the opening ends with <think> and a template
+    writes no thoughts before the calls of an earlier turn. Raises UserError if it does not open as
+    a reply does.
     """
     stem = opening.partition("\n")[0]
     position = text.rfind(stem, 0, begin) if stem else -1
     if position < 0:
         raise UserError(tr("what the assistant says does not begin as a reply does"))
-    length = 0
-    longest = min(len(opening), begin - position)
-    while length < longest and text[position + length] == opening[length]:
-        length += 1
-    return position + length
+    start = position + len(stem)
+    for line in opening.removeprefix(stem).splitlines(keepends=True):
+        if not text.startswith(line, start, begin):
+            break
+        start += len(line)
+    return start
 
 
 def with_ends(text: str, begin: str, end: str) -> str:
@@ -163,3 +180,28 @@ def with_ends(text: str, begin: str, end: str) -> str:
     wherever the part that a template keeps can begin, and the first one that is kept counts.
     """
     return f"{_with_marks(text, begin) or begin}{end}"
+
+
+# --- templates that leave out what is to be trained ----------------------------------------------
+
+
+def silent_template(folder: Path) -> UserError:
+    """Return the error that the chat template in a folder leaves out all words to train on."""
+    return UserError(
+        tr(
+            "the chat template in {folder} leaves out what the assistant says. Remove it",
+            folder=folder,
+        )
+    )
+
+
+def lost_thoughts(folder: Path) -> UserError:
+    """Return the error that the chat template in a folder leaves out the thoughts of a reply."""
+    return UserError(
+        tr(
+            "the chat template in {folder} leaves out what a reply says before </think>, so that "
+            "these thoughts would not be trained. Remove them from the records, or change the "
+            "template so that it writes them",
+            folder=folder,
+        )
+    )

@@ -108,7 +108,8 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
     text = content.get("text_config", content)
     try:
         check_quantisation(content.get(SETTING, text.get(SETTING)))
-        shape = _shape(architecture, {**text, "tie_word_embeddings": _tied(content, text)})
+        tied = _tied(architecture, content, text)
+        shape = _shape(architecture, {**text, "tie_word_embeddings": tied})
     except UserError as failure:
         raise UserError(tr("{path}: {failure}", path=path, failure=failure), 2) from failure
     except (
@@ -171,13 +172,15 @@ def _architecture(content: Any, path: Path) -> str:
     )
 
 
-def _tied(content: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+def _tied(architecture: str, content: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
     """Return whether the output head shares the weights of the embedding.
 
     A model for text and vision may have one value for the whole model (`content`) and one for its
-    text part (`text`). The former takes precedence.
+    text part (`text`). The former takes precedence. Transformers 4 does not write the value of
+    SmolLM3-3B, which is the default of its class; the other classes have the other default.
     """
-    return bool(content.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+    default = architecture == SMOLLM3
+    return bool(content.get("tie_word_embeddings", text.get("tie_word_embeddings", default)))
 
 
 def _kinds(architecture: str, text: Mapping[str, Any], longest: int) -> str:

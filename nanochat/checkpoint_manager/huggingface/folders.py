@@ -10,6 +10,19 @@ from typing import Any
 from nanochat.common import UserError, read_json, tr
 
 MODEL, ADAPTER = "config.json", "adapter_config.json"  # the files by which folders are known
+# The files that a published model may have besides its weights.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "config.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+)
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
 HUB_FOLDER = "models--"  # begins models--OWNER--NAME, the folder of a model in the cache of hf
 POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that git-lfs has not fetched

@@ -1,10 +1,11 @@
-"""Reads the sampling defaults that a publisher gives a model, from generation_config.json."""
+"""Reads generation_config.json: the publisher's sampling defaults, and the ends of a reply."""
 
 import reprlib
 from pathlib import Path
+from typing import Any
 
 from nanochat.checkpoint_manager.huggingface.folders import read_object
-from nanochat.common import UserError, tr
+from nanochat.common import UserError, tr, write_json
 
 FILE_NAME = "generation_config.json"
 # Name in the file and in Sampling -> the type, and the smallest and largest sensible value.
@@ -48,3 +49,25 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
     if content.get("do_sample") is False:
         defaults["temperature"] = 0.0
     return defaults
+
+
+def listed_ends(folder: Path) -> list[int]:
+    """Return the tokens that end generation, as generation_config.json lists them, or config.json."""
+    listed: Any = []
+    for name in ("config.json", FILE_NAME):
+        listed = read_object(folder / name).get("eos_token_id", listed)
+    if not isinstance(listed, list):
+        listed = [listed]
+    return [token for token in listed if isinstance(token, int)]
+
+
+def add_end(folder: Path, token: int) -> None:
+    """Add a token to those that end generation in a folder, unless its files list it already.
+
+    Base models list the end of a document only. Once such a model is fine-tuned to chat, other
+    programs would generate beyond the end of its replies.
+    """
+    listed = listed_ends(folder)
+    if token not in listed:
+        path = folder / FILE_NAME
+        write_json(path, {**read_object(path), "eos_token_id": [token, *listed]})

@@ -89,6 +89,8 @@ def _yarn_settings(rules: Mapping[str, Any], factor: float) -> dict[str, float]:
     scale = rules.get("attention_factor")
     if scale is None:
         scale = yarn_scale(factor, rules.get("mscale") or 0.0, rules.get("mscale_all_dim") or 0.0)
+        # vLLM's name for a factor beside the usual scale; DeepSeek-R1-0528-Qwen3-8B has it.
+        scale *= rules.get("attn_factor") or 1.0
     return {
         "rope_low": float(rules.get("beta_slow") or 1.0),
         "rope_high": float(rules.get("beta_fast") or 32.0),
@@ -126,6 +128,9 @@ def published_rope(shape: QwenConfig, in_parameters: bool) -> dict[str, Any]:
             "beta_fast": shape.rope_high,
             "attention_factor": shape.rope_scale,
         }
+        beside_usual = shape.rope_scale / yarn_scale(shape.rope_factor)
+        if beside_usual != 1:
+            rules["attn_factor"] = beside_usual  # what vLLM reads
     # The rule "dynamic" has no other place for the context of pretraining.
     longest = shape.rope_original if shape.rope == "dynamic" else shape.sequence_len
     content: dict[str, Any] = {"max_position_embeddings": longest}

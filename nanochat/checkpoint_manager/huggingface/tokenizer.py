@@ -17,32 +17,23 @@ from typing import Any, Literal
 import numpy as np
 
 from nanochat.checkpoint_manager.huggingface import answers
-from nanochat.checkpoint_manager.huggingface.folders import read_object, refuse_pointer
-from nanochat.checkpoint_manager.huggingface.generation import sampling_defaults
+from nanochat.checkpoint_manager.huggingface.folders import COMPANIONS, read_object, refuse_pointer
+from nanochat.checkpoint_manager.huggingface.generation import (
+    add_end,
+    listed_ends,
+    sampling_defaults,
+)
 from nanochat.checkpoint_manager.huggingface.quantised import drop_setting
 from nanochat.checkpoint_manager.huggingface.spm import Segment
 from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, Messages, chatml
 from nanochat.checkpoint_manager.huggingface.vocabulary import read_vocabulary
 from nanochat.common import UserError, fsync_path, sha256_of, tr
 from nanochat.data.bpe import letters_for_bytes
-from nanochat.data.conversation import Conversation, Message, user
+from nanochat.data.conversation import Conversation, Message
 from nanochat.tokenizer import Rendered
 
 FILE_NAME = "tokenizer.json"
 SPM_NAME = "tokenizer.model"  # the same vocabulary in SentencePiece's own format
-# The files that a published model may have besides its weights.
-COMPANIONS = (
-    FILE_NAME,
-    SPM_NAME,
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "config.json",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-)
 # Spellings of the token that ends a turn, in formats where another token ends a whole text.
 ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>")
 # Roles of our own tokenizer that published models lack, in the order in which they get free rows of
@@ -111,26 +102,17 @@ class FolderTokenizer:
         self.folder = folder
         self.vocab_size = vocab_size
         self.hash = sha256_of(path)
-        vocabulary = read_vocabulary(path)
+        self._names = self._read_names()
+        ends = [self._names.get(name, "") for name in ("bos_token", "eos_token")]
+        chats = " ".join([self.template_source or "", *ends])
+        vocabulary = read_vocabulary(path, vocab_size, chats)
         self._tokenizer = vocabulary.tokenizer
         self._pieces = vocabulary.sentence_pieces
         self._added = vocabulary.added
         self._specials = vocabulary.specials
         longest_first = sorted(self._specials, key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._last = max(self._tokenizer.get_vocab().values())  # get_vocab() is slow: it copies
-        if self._last >= vocab_size:
-            raise UserError(
-                tr(
-                    "{path} has a token {last:,}, and the embedding of the model has only "
-                    "{vocab_size:,} rows: they do not belong together. Copy the model "
-                    "again from its source",
-                    path=path,
-                    last=self._last,
-                    vocab_size=vocab_size,
-                )
-            )
-        self._names = self._read_names()
+        self._last = vocabulary.last
         self.stops = self._read_stops()
         bos_candidates = (
             self.named("bos_token"),
@@ -147,7 +129,8 @@ class FolderTokenizer:
     def save(self, folder: Path) -> Path:
         """Copy the tokenizer and configuration files to a folder.
 
-        Returns the path of the new tokenizer.json.
+        generation_config.json also lists the token that ends a reply. Returns the path of the new
+        tokenizer.json.
         """
         for name in COMPANIONS:
             if (self.folder / name).is_file():
@@ -155,6 +138,7 @@ class FolderTokenizer:
                 if name == "config.json":
                     drop_setting(folder / name)
                 fsync_path(folder / name)
+        add_end(folder, self.special("assistant_end"))
         return folder / FILE_NAME
 
     def _read_names(self) -> dict[str, str]:
@@ -177,18 +161,11 @@ class FolderTokenizer:
         none, the eos_token of tokenizer_config.json, and the tokens of ENDS_OF_TURN. Raises
         UserError if the model has none of them.
         """
-        listed: Any = []
-        for name in ("config.json", "generation_config.json"):
-            listed = read_object(self.folder / name).get("eos_token_id", listed)
-        if not isinstance(listed, list):
-            listed = [listed]
         # Tokens beyond the embedding are left out, because the model cannot choose them.
-        embedded = range(self.vocab_size)
-        stops = {token for token in listed if isinstance(token, int) and token in embedded}
+        stops = set(listed_ends(self.folder)).intersection(range(self.vocab_size))
         ends_of_turn = [self._specials.get(spelling) for spelling in ENDS_OF_TURN]
-        for token in (self.named("eos_token"), *ends_of_turn):
-            if token is not None:
-                stops.add(token)
+        named = (self.named("eos_token"), *ends_of_turn)
+        stops.update(token for token in named if token is not None)
         if not stops:
             raise UserError(
                 tr(
@@ -244,7 +221,7 @@ class FolderTokenizer:
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """The model's chat template, or None if there is none, in which case ChatML is used."""
+        """The model's chat template; None: there is none, and ChatML is used."""
         source = self.template_source
         return None if source is None else ChatTemplate(source, self._names, str(self.folder))
 
@@ -264,6 +241,20 @@ class FolderTokenizer:
         except UserError:
             return False
         return rendered not in (without_system, as_user)
+
+    @cached_property
+    def _writes_system(self) -> bool:
+        """Whether the chat template writes a system message, in prompts and in whole chats.
+
+        Mistral's templates write it in front of the last message, if that is the user's.
+        """
+        prompt = [_message("system", "a_rule"), _message("user", "Q")]
+        chat = [*prompt, _message("assistant", "A")]
+        try:
+            texts = (self._text(prompt, reply=True), self._text(chat, reply=False))
+        except UserError:
+            return False
+        return all("a_rule" in text for text in texts)
 
     @cached_property
     def takes_tools(self) -> bool:
@@ -333,11 +324,7 @@ class FolderTokenizer:
     @cached_property
     def takes_reasoning(self) -> bool:
         """Whether the chat template writes the reasoning of the last reply."""
-        reply = {
-            "role": "assistant",
-            "content": "A",
-            **dict.fromkeys(answers.REASONING, "a_reason"),
-        }
+        reply = {**_message("assistant", "A"), **dict.fromkeys(answers.REASONING, "a_reason")}
         try:
             return "a_reason" in self._text([_message("user", "Q"), reply], reply=False)
         except UserError:
@@ -555,6 +542,12 @@ class FolderTokenizer:
         UserError if the template refuses the conversation or cannot write it, or leaves out all
         words to train on.
         """
+        if not self._writes_system:
+            conversation = answers.without_system(conversation)
+        last = conversation.messages[-1]
+        thinks = last.role == "assistant" and last.trained and "</think>" in last.text
+        if thinks and not self._writes_thoughts:
+            raise answers.lost_thoughts(self.folder)
         if conversation.needs_template:
             return self._render_with_calls(conversation)
         messages = []
@@ -567,10 +560,11 @@ class FolderTokenizer:
                 has_trained_turn = True
             messages.append(_message(message.role, text))
         text = self._after_space.sub(f"\\1{END}", self._text(messages, reply=False))
-        text = text.replace(f"{self._own_space}{BEGIN}", f"{BEGIN}{self._own_space}")
+        for own in self._own_beginnings:
+            text = text.replace(f"{own}{BEGIN}", f"{BEGIN}{own}")
         rendered = self._tokens(self._segments(text))
         if has_trained_turn and not any(rendered.mask):
-            raise self._silent_template()
+            raise answers.silent_template(self.folder)
         return rendered
 
     @cached_property
@@ -591,13 +585,20 @@ class FolderTokenizer:
         """
         return self._before_reply[0] if self._pieces is None else ""
 
-    def _silent_template(self) -> UserError:
-        return UserError(
-            tr(
-                "the chat template in {folder} leaves out what the assistant says. Remove it",
-                folder=self.folder,
-            )
-        )
+    @cached_property
+    def _own_beginnings(self) -> tuple[str, ...]:
+        """What templates write before words of the assistant, and the model has to write itself."""
+        opens_thoughts = self._opening.endswith(answers.OPENING)
+        return (self._own_space,) if opens_thoughts else (self._own_space, answers.OPENING)
+
+    @cached_property
+    def _writes_thoughts(self) -> bool:
+        """Whether the chat template writes thoughts in the text of the last reply, or fails."""
+        reply = _message("assistant", f"{answers.OPENING}a_thought\n</think>\n\nA")
+        try:
+            return "a_thought" in self._text([_message("user", "Q"), reply], reply=False)
+        except UserError:
+            return True
 
     def _render_with_calls(self, conversation: Conversation) -> Rendered:
         """Return what render() does, for a conversation with calls, reasoning or options."""
@@ -621,10 +622,10 @@ class FolderTokenizer:
             )
         stops = [text for text, token in self._specials.items() if token in self.stops]
         spans = answers.spans(
-            marked_text, conversation.messages, self._opening, stops, self._own_space
+            marked_text, conversation.messages, self._opening, stops, self._own_beginnings
         )
         if marked != plain and not spans:
-            raise self._silent_template()
+            raise answers.silent_template(self.folder)
         segments: list[Segment] = []
         position = 0
         for span in [*spans, answers.Span(len(text), len(text))]:
@@ -660,15 +661,12 @@ class FolderTokenizer:
     def render_prompt(self, conversation: Conversation) -> list[int]:
         """Return the prompt of a conversation as tokens.
 
-        A final assistant turn is left out, and the text that opens the reply is added. If the
-        template does not support system messages, a leading system turn is merged into the next
-        turn.
+        A final assistant turn is left out, and the text that opens the reply is added.
         """
-        turns = conversation.prompt.messages
-        if len(turns) > 1 and turns[0].role == "system" and not self.takes_system:
-            merged = user(f"{turns[0].text}\n\n{turns[1].text}")
-            turns = (merged, *turns[2:])
-        return self._prompt(turns, conversation.options)
+        prompt = conversation.prompt
+        if not self._writes_system:
+            prompt = answers.without_system(prompt)
+        return self._prompt(prompt.messages, prompt.options)
 
     def render_as_sent(self, conversation: Conversation) -> list[int] | None:
         """Return the tokens of a prompt with all turns of a conversation, in any order of roles.

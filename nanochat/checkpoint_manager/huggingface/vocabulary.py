@@ -12,7 +12,7 @@ from nanochat.checkpoint_manager.huggingface.spm import (
     open_tokenizer,
     unknown_step,
 )
-from nanochat.common import UserError, read_json, tr
+from nanochat.common import UserError, read_json, tr, warn
 
 # How many times as long a normalizer may make a text: at some length, the library ends the process.
 MOST_GROWTH = 1000
@@ -36,25 +36,33 @@ GROWTH = {
 class Vocabulary:
     """What tokenizer.json says: the library's tokenizer, and the added and the special tokens.
 
-    Both dicts go from spelling to ID. `sentence_pieces` is None for a byte-level vocabulary.
+    Both dicts go from spelling to ID. `sentence_pieces` is None for a byte-level vocabulary. `last`
+    is the largest ID.
     """
 
     tokenizer: Any
     added: dict[str, int]
     specials: dict[str, int]
     sentence_pieces: SentencePieces | None
+    last: int
 
 
-def read_vocabulary(path: Path) -> Vocabulary:
-    """Return the vocabulary in a tokenizer.json.
+def read_vocabulary(path: Path, rows: int, chats: str) -> Vocabulary:
+    """Return the vocabulary in a tokenizer.json, for an embedding with `rows` rows.
 
-    A special token that is spelled out in a text is ordinary text for its tokenizer. Raises
-    UserError if the file is damaged or of an unknown kind.
+    A special token that is spelled out in a text is ordinary text for its tokenizer. Some models
+    have added tokens without a row, such as one for padding in copies of Llama 2. They are left out
+    with a warning, unless `chats`, what makes chats of texts, spells them. Raises UserError if the
+    file is damaged or of an unknown kind, or if a token lacks a row.
     """
     content = read_json(path)
     tokenizer: Any = None
     pieces = None
+    left_out: list[str] = []
     try:
+        left_out = [token["content"] for token in content["added_tokens"] if token["id"] >= rows]
+        if not any(text in chats for text in left_out):
+            content = {**content, "added_tokens": added_with_rows(content, rows)}
         added = {token["content"]: int(token["id"]) for token in content["added_tokens"]}
         special_texts = {token["content"] for token in content["added_tokens"] if token["special"]}
         growth = _growth(content.get("normalizer"))
@@ -91,7 +99,34 @@ def read_vocabulary(path: Path) -> Vocabulary:
                 most_growth=MOST_GROWTH,
             )
         )
-    return Vocabulary(tokenizer, added, {text: added[text] for text in special_texts}, pieces)
+    last = max(tokenizer.get_vocab().values())  # slow, since it copies the vocabulary
+    if last >= rows:
+        raise UserError(
+            tr(
+                "{path} has a token {last:,}, and the embedding of the model has only "
+                "{vocab_size:,} rows: they do not belong together. Copy the model "
+                "again from its source",
+                path=path,
+                last=last,
+                vocab_size=rows,
+            )
+        )
+    if left_out:
+        warn(
+            tr(
+                "{path} has tokens without a row in the model's embedding, which are left out: "
+                "{tokens}",
+                path=path,
+                tokens=", ".join(left_out),
+            )
+        )
+    specials = {text: added[text] for text in special_texts}
+    return Vocabulary(tokenizer, added, specials, pieces, last)
+
+
+def added_with_rows(content: Mapping[str, Any], rows: int) -> list[Mapping[str, Any]]:
+    """Return the added tokens of a tokenizer.json that have one of the rows of an embedding."""
+    return [token for token in content["added_tokens"] if token["id"] < rows]
 
 
 def _unknown_kind(content: Mapping[str, Any]) -> str:

@@ -1,14 +1,29 @@
 """Gated DeltaNet (arXiv 2412.06464), a layer that keeps one memory matrix for each head.
 
-Token t of a head with key k, value v, query q, decay a = exp(g) and strength b changes the memory S
-(Dk, Dv) to
-    S <- a S + b k (v - a S^T k)^T
-and reads
-    o = S^T q.
-Training and prefill do this for a chunk of tokens at a time, using only matmuls. Decoding does it
-token by token. Keys and queries are scaled to norm 1, and queries then by 1 / sqrt(Dk). The memory,
-the decays and the system of equations within a chunk are in fp32; the other matmuls use the dtype
-of the activations.
+The memory S (Dk, Dv) gives a value for a key. Token t has a query q, a key k, a value v, a decay a
+and a strength b, both from 0 to 1. It fades the memory, corrects what the memory has for its key by
+a share b, and reads the memory with its query:
+
+    S <- a S
+    w = b (v - S^T k)    what the token writes, (Dv,)
+    S <- S + k w^T
+    o = S^T q            what the token reads, (Dv,)
+
+step() does this for one token. It serves decoding, and it is the specification of chunked(), which
+serves training and prefill: it computes the same for C tokens at a time, with matmuls only.
+
+Let S be the memory before a chunk, d_t = a_1 ... a_t its decay until token t, and D_ts = d_t / d_s
+the decay of what token s wrote until token t. Before token t writes, the memory is
+d_t S + sum_{s<t} D_ts k_s w_s^T. So w_t depends on the tokens before it in the chunk, and the rows
+w_t of W (C, Dv) solve a triangular system of equations. With the rows k, v, q, o in K, V, Q, O, and
+with b, d and D multiplying element by element,
+
+    (I + M) W = b V - b d K S    where M = tril(b D K K^T, -1)
+    O = d Q S + tril(D Q K^T) W
+    S <- d_C S + (D_C K)^T W     where D_C is the row of D for the last token
+
+Keys and queries are scaled to norm 1, and queries then by 1 / sqrt(Dk). The memory, the decays and
+the system of equations are in fp32; the other matmuls use the dtype of the activations.
 
 Shapes: B batch, T time, N chunks, C tokens of a chunk, H key heads, G value heads for each key
 head, Dk and Dv their dimensions.
@@ -33,7 +48,43 @@ EPSILON = 1e-6  # added to the squared norm of queries and keys
 NEVER = -1e4  # the log of a decay that leaves nothing in fp32; some chips have no inf
 
 
-# --- the memory ----------------------------------------------------------------------------------
+# --- the memory, token by token ------------------------------------------------------------------
+
+
+def unit(x: Tensor) -> Tensor:
+    """Return x in fp32, scaled to norm 1 along the last dimension."""
+    x = x.float()
+    squared_norm = (x * x).sum(dim=-1, keepdim=True)
+    return x * torch.rsqrt(squared_norm + EPSILON)
+
+
+def step(
+    q: Tensor,  # (B, 1, H, Dk)
+    k: Tensor,  # (B, 1, H, Dk)
+    v: Tensor,  # (B, 1, H * G, Dv)
+    log_decay: Tensor,  # (B, 1, H * G)
+    strength: Tensor,  # (B, 1, H * G)
+    memory: Tensor,  # (B, H * G, Dk, Dv) fp32
+) -> tuple[Tensor, Tensor]:  # (B, 1, H * G, Dv) fp32, (B, H * G, Dk, Dv) fp32
+    """Return what a token of each row reads, and the memory after it, computed in fp32.
+
+    This is the specification of the memory, for which vectors are rows here.
+    """
+    G = v.size(2) // k.size(2)
+    q = unit(q) * q.size(3) ** -0.5
+    q = q.transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H * G, 1, Dk)
+    k = unit(k).transpose(1, 2).repeat_interleave(G, dim=1)
+    v = v.float().transpose(1, 2)  # (B, H * G, 1, Dv)
+    a = log_decay.transpose(1, 2).unsqueeze(-1).exp()  # (B, H * G, 1, 1)
+    b = strength.float().transpose(1, 2).unsqueeze(-1)
+    S = memory * a
+    w = (v - k @ S) * b  # (B, H * G, 1, Dv)
+    S = S + k.mT @ w
+    o = q @ S  # (B, H * G, 1, Dv)
+    return o.transpose(1, 2), S
+
+
+# --- the memory, chunk by chunk ------------------------------------------------------------------
 
 
 class _Inverse(torch.autograd.Function):
@@ -78,43 +129,47 @@ class _Inverse(torch.autograd.Function):
 
 
 class _Scan(torch.autograd.Function):
-    """Computes the memory before each chunk in turn, and what the tokens of each chunk write.
+    """Takes the memory from chunk to chunk, and computes what the tokens of each chunk write.
 
-    Matrices are batched over (B, H, G). The backward pass is written by hand, so that only two
-    matmuls per chunk depend on the next chunk, and every gradient has the same layout as its
-    tensor.
+    Matrices are batched over (B, H, G). For each chunk, with the memory S before it,
+
+        W = U - R S
+        S <- d S + K^T W
+
+    The backward pass is written by hand, so that only two matmuls per chunk depend on the next
+    chunk, and every gradient has the same layout as its tensor.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        values: Tensor,  # (N, ..., C, Dv) what the tokens would write into an empty memory
-        read_keys: Tensor,  # (N, ..., C, Dk) with which they read what the memory has
-        write_keys: Tensor,  # (N, ..., C, Dk) with which they write, decayed to the chunk's end
-        decays: Tensor,  # (N, ..., 1, 1) fp32 of the memory over a chunk
-        memory: Tensor,  # (..., Dk, Dv) fp32 before the first chunk
+        alone: Tensor,  # U (N, ..., C, Dv): what the tokens would write into an empty memory
+        read_keys: Tensor,  # R (N, ..., C, Dk): with which they read what the memory has
+        write_keys: Tensor,  # K (N, ..., C, Dk): with which they write, decayed to the chunk's end
+        decays: Tensor,  # d (N, ..., 1, 1) fp32 of the memory over a chunk
+        memory: Tensor,  # S (..., Dk, Dv) fp32 before the first chunk
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the memory before each chunk, what each token writes, and the final memory.
+        """Return the memory S before each chunk, what each token writes (W), and the final memory.
 
-        The memories are (N, ..., Dk, Dv) in the dtype of `values`, the writes (N, ..., C, Dv), and
+        The memories are (N, ..., Dk, Dv) in the dtype of `alone`, the writes (N, ..., C, Dv), and
         the final memory (..., Dk, Dv) in fp32.
         """
         memories = []
         writes = []
         S = memory
         chunks = zip(
-            values.unbind(),
+            alone.unbind(),
             read_keys.unbind(),
             write_keys.unbind(),
             decays.unbind(),
             strict=True,
         )
-        for value, read_key, write_key, decay in chunks:
-            rounded = S.to(value.dtype)
-            write = value - read_key @ rounded
-            S = S * decay + write_key.mT @ write
+        for U, R, K, d in chunks:
+            rounded = S.to(U.dtype)
+            W = U - R @ rounded
+            S = S * d + K.mT @ W
             memories.append(rounded)
-            writes.append(write)
+            writes.append(W)
         all_memories = torch.stack(memories)
         all_writes = torch.stack(writes)
         ctx.save_for_backward(read_keys, write_keys, decays, all_memories, all_writes)
@@ -122,10 +177,16 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of the arguments, from the last chunk to the first.
+
+        With the gradients G of what forward() returns for a chunk, and grad_S of the memory after
+        it, grad_W = G_W + K grad_S is also the gradient of U, and the memory before the chunk has
+        the gradient d grad_S + G_S - R^T grad_W.
+        """
         read_keys, write_keys, decays, memories, writes = ctx.saved_tensors
         grad_memories, grad_writes, grad_S = grads
-        grads_after = []  # gradients of the memory after each chunk, the last first
-        grads_values = []
+        grads_after = []  # of the memory after each chunk, the last first
+        grads_alone = []
         chunks = zip(
             read_keys.unbind(),
             write_keys.unbind(),
@@ -134,24 +195,18 @@ class _Scan(torch.autograd.Function):
             grad_writes.unbind(),
             strict=True,
         )
-        for read_key, write_key, decay, grad_memory, grad_write in reversed(list(chunks)):
+        for R, K, d, G_S, G_W in reversed(list(chunks)):
             grads_after.append(grad_S)
-            grad_value = grad_write + write_key @ grad_S.to(write_key.dtype)
-            grad_S = grad_S * decay + grad_memory - read_key.mT @ grad_value
-            grads_values.append(grad_value)
+            grad_W = G_W + K @ grad_S.to(K.dtype)
+            grad_S = grad_S * d + G_S - R.mT @ grad_W
+            grads_alone.append(grad_W)
         grad_after = torch.stack(grads_after[::-1])
-        grad_values = torch.stack(grads_values[::-1])
-        grad_read_keys = -(grad_values @ memories.mT)
+        grad_alone = torch.stack(grads_alone[::-1])
+        # The other gradients need nothing of other chunks, and are computed for all of them at once.
+        grad_read_keys = -(grad_alone @ memories.mT)
         grad_write_keys = writes @ grad_after.to(writes.dtype).mT
         grad_decays = (memories * grad_after).sum((-2, -1), keepdim=True)
-        return grad_values, grad_read_keys, grad_write_keys, grad_decays, grad_S
-
-
-def unit(x: Tensor) -> Tensor:
-    """Return x in fp32, scaled to norm 1 along the last dimension."""
-    x = x.float()
-    squared_norm = (x * x).sum(dim=-1, keepdim=True)
-    return x * torch.rsqrt(squared_norm + EPSILON)
+        return grad_alone, grad_read_keys, grad_write_keys, grad_decays, grad_S
 
 
 def _in_chunks(x: Tensor, chunks: int, size: int) -> Tensor:
@@ -186,8 +241,8 @@ def _decays(
 ) -> tuple[Tensor, Tensor]:
     """Return how much each token still sees of what was written before it, from 0 to 1.
 
-    The first result is for what each token of its chunk wrote, (N, B, H, G, C, C), and the second
-    for the memory before the chunk, (N, B, H, G, C). Other documents are not seen.
+    The first result, D, is for what each token of its chunk wrote, (N, B, H, G, C, C), and the
+    second, d, for the memory before the chunk, (N, B, H, G, C). Other documents are not seen.
     """
     chunks = log_decay.size(0)
     size = log_decay.size(-1)
@@ -214,72 +269,45 @@ def chunked(
 ) -> tuple[Tensor, Tensor]:  # (B, T, H * G, Dv) in the dtype of v, (B, H * G, Dk, Dv) fp32
     """Return what every token reads from the memory, and the memory after the last token.
 
-    No token reads what another document wrote.
+    No token reads what another document wrote. The docstring of this file derives the equations.
     """
     B, T, H, Dk = k.shape
     Dv = v.size(3)
     G = v.size(2) // H
     N = -(-T // size)  # rounded up
     dtype = v.dtype
-    q = _in_chunks(unit(q) * Dk**-0.5, N, size)  # (N, B, H, C, Dk)
-    k = _in_chunks(unit(k), N, size)
-    v = _in_chunks(v, N, size).unflatten(2, (H, G))  # (N, B, H, G, C, Dv)
+    Q = _in_chunks(unit(q) * Dk**-0.5, N, size)  # (N, B, H, C, Dk) fp32
+    K = _in_chunks(unit(k), N, size)  # (N, B, H, C, Dk) fp32
+    V = _in_chunks(v, N, size).unflatten(2, (H, G))  # (N, B, H, G, C, Dv)
     g = _in_chunks(log_decay.float(), N, size).unflatten(2, (H, G))  # (N, B, H, G, C)
-    b = _in_chunks(strength.float(), N, size).unflatten(2, (H, G))  # (N, B, H, G, C)
-    b = b.unsqueeze(-1)
+    b = _in_chunks(strength.float(), N, size).unflatten(2, (H, G)).unsqueeze(-1)
 
-    decay, decay_before = _decays(g, documents)
-    decay_before = decay_before.unsqueeze(-1)  # (N, B, H, G, C, 1)
+    D, d = _decays(g, documents)
+    d = d.unsqueeze(-1)  # (N, B, H, G, C, 1), and so is b
 
-    # Each token writes what its value lacks beside what the tokens before it in the chunk write.
-    # This is a triangular system of equations. Let K and V be the keys and the values of a chunk,
-    # D the decays between its tokens, and d their decays since the chunk began. Then it writes
-    #     (I + tril(b D K K^T, -1))^-1 (b V - b d K S)
-    # where b, D and d multiply element by element.
-    similarities = (k @ k.mT).unsqueeze(3)  # (N, B, H, 1, C, C)
-    inverse = _Inverse.apply(similarities * decay * b).to(dtype)
-    values = inverse @ (v * b).to(dtype)
-    read_strength = decay_before * b
-    read_keys = inverse @ (k.unsqueeze(3) * read_strength).to(dtype)
+    # What the tokens write: W = U - R S, with (I + M) U = b V and (I + M) R = b d K.
+    M = (K @ K.mT).unsqueeze(3) * D * b  # (N, B, H, G, C, C); _Inverse takes its lower triangle
+    inverse = _Inverse.apply(M).to(dtype)
+    U = inverse @ (V * b).to(dtype)  # (N, B, H, G, C, Dv)
+    read_strength = d * b
+    R = inverse @ (K.unsqueeze(3) * read_strength).to(dtype)  # (N, B, H, G, C, Dk)
 
-    # The memory goes from chunk to chunk.
-    decay_to_end = decay[..., -1, :, None]  # (N, B, H, G, C, 1)
-    write_keys = (k.unsqueeze(3) * decay_to_end).to(dtype)
-    chunk_decay = decay_before[..., -1:, :]  # (N, B, H, G, 1, 1)
-    S = k.new_zeros(B, H, G, Dk, Dv) if memory is None else memory.unflatten(1, (H, G))
-    scanned = _Scan.apply(values, read_keys, write_keys, chunk_decay, S)
-    memories, writes, S = cast(tuple[Tensor, Tensor, Tensor], scanned)
+    # The memory goes from chunk to chunk: S <- d_C S + (D_C K)^T W.
+    D_C = D[..., -1, :, None]  # (N, B, H, G, C, 1)
+    write_keys = (K.unsqueeze(3) * D_C).to(dtype)  # (N, B, H, G, C, Dk)
+    d_C = d[..., -1:, :]  # (N, B, H, G, 1, 1)
+    S = K.new_zeros(B, H, G, Dk, Dv) if memory is None else memory.unflatten(1, (H, G))
+    scanned = _Scan.apply(U, R, write_keys, d_C, S)
+    memories, W, S = cast(tuple[Tensor, Tensor, Tensor], scanned)
 
-    # Each token reads from the memory before its chunk, and from what its chunk has written.
-    queries = (q.unsqueeze(3) * decay_before).to(dtype)
-    products = q.to(dtype) @ k.to(dtype).mT  # (N, B, H, C, C)
-    scores = (products.unsqueeze(3) * decay).to(dtype)
-    o = queries @ memories + scores @ writes  # (N, B, H, G, C, Dv)
-    by_row = o.transpose(0, 1).flatten(2, 3)  # (B, N, H * G, C, Dv)
+    # What the tokens read: O = d Q S + tril(D Q K^T) W. D is 0 above the diagonal.
+    queries = (Q.unsqueeze(3) * d).to(dtype)  # (N, B, H, G, C, Dk)
+    products = Q.to(dtype) @ K.to(dtype).mT  # (N, B, H, C, C)
+    scores = (products.unsqueeze(3) * D).to(dtype)  # (N, B, H, G, C, C)
+    reads = queries @ memories + scores @ W  # (N, B, H, G, C, Dv)
+    by_row = reads.transpose(0, 1).flatten(2, 3)  # (B, N, H * G, C, Dv)
     o = by_row.transpose(2, 3).flatten(1, 2)  # (B, N * C, H * G, Dv)
     return o[:, :T], S.flatten(1, 2)
-
-
-def step(
-    q: Tensor,  # (B, 1, H, Dk)
-    k: Tensor,  # (B, 1, H, Dk)
-    v: Tensor,  # (B, 1, H * G, Dv)
-    log_decay: Tensor,  # (B, 1, H * G)
-    strength: Tensor,  # (B, 1, H * G)
-    memory: Tensor,  # (B, H * G, Dk, Dv) fp32
-) -> tuple[Tensor, Tensor]:  # (B, 1, H * G, Dv) fp32, (B, H * G, Dk, Dv) fp32
-    """Return what chunked() returns, for a single token per row and always in fp32."""
-    G = v.size(2) // k.size(2)
-    q = unit(q) * q.size(3) ** -0.5
-    q = q.transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H * G, 1, Dk)
-    k = unit(k).transpose(1, 2).repeat_interleave(G, dim=1)
-    v = v.float().transpose(1, 2)  # (B, H * G, 1, Dv)
-    decay = log_decay.transpose(1, 2).unsqueeze(-1).exp()  # (B, H * G, 1, 1)
-    b = strength.float().transpose(1, 2).unsqueeze(-1)
-    S = memory * decay
-    write = (v - k @ S) * b
-    S = S + k.mT @ write
-    return (q @ S).transpose(1, 2), S
 
 
 def convolve(

@@ -123,6 +123,16 @@ def test_what_the_prompt_already_holds_is_not_trained(folder: Path) -> None:
     assert trained(ours, rendered) == [words.removeprefix("<think>\n") for words in TRAINED]
 
 
+def test_a_call_without_thoughts_is_trained_whole_where_prompts_open_thoughts(folder: Path) -> None:
+    """Qwen3-Thinking-2507 and, in earlier turns, Qwen3.5: <tool_call> begins with the letters of <think>."""
+    ours = tokenizer(folder, OPENS_THOUGHTS)
+    rendered = ours.render(read_record({"messages": [
+        said("user", "time?"), said("assistant", "", tool_calls=[call("Rome")]), said("tool", "5"), said("assistant", "5"),
+    ]}))  # fmt: skip
+    calls = '<tool_call>\n{"name": "get_time", "arguments": {"city": "Rome"}}\n</tool_call>'
+    assert trained(ours, rendered) == [calls, "5"]
+
+
 def test_calls_of_weight_0_and_of_a_prompt_are_not_trained(folder: Path) -> None:
     ours = tokenizer(folder, TOOLS)
     messages = [MESSAGES[0], {**MESSAGES[1], "weight": 0}, *MESSAGES[2:]]

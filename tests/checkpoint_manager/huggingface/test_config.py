@@ -52,7 +52,7 @@ NAMED = {
         rope_theta=10_000, use_mrope=False, **WINDOWLESS), 1_777_088_000),
     "SmolLM3-3B": (config_of(
         "SmolLM3ForCausalLM", 36, 2048, 11_008, (16, 4), vocab_size=128_256, max_position_embeddings=65_536,
-        tie_word_embeddings=True, rope_theta=5_000_000.0, rope_scaling=None, no_rope_layers=[1, 1, 1, 0] * 9,
+        rope_theta=5_000_000.0, rope_scaling=None, no_rope_layers=[1, 1, 1, 0] * 9,
         no_rope_layer_interval=4, layer_types=["full_attention"] * 36, **WINDOWLESS), 3_075_098_624),
     "DeepSeek-R1-Distill-Llama-8B": (config_of(
         "LlamaForCausalLM", 32, 4096, 14_336, (32, 8), vocab_size=128_256, max_position_embeddings=131_072,
@@ -115,3 +115,14 @@ def test_yarn_stretches_the_context_and_dynamic_scaling_if_asked(tmp_path: Path)
         (tmp_path / "config.json").write_text(json.dumps(content))
         assert read_config(tmp_path).sequence_len == default
         assert read_config(tmp_path, 256).sequence_len == 256
+
+
+def test_vllms_factor_beside_the_usual_scale_of_yarn_is_read_and_written(tmp_path: Path) -> None:
+    """DeepSeek-R1-0528-Qwen3-8B cancels the usual scale with it; transformers knows attention_factor only."""
+    factor = 0.8782488562869419
+    content = published(replace(EVERY["qwen3 yarn"], rope_scale=1.0))
+    assert content["rope_scaling"]["attn_factor"] == pytest.approx(factor)
+    del content["rope_scaling"]["attention_factor"]
+    content["rope_scaling"]["attn_factor"] = factor
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert read_config(tmp_path).rope_scale == pytest.approx(1.0)

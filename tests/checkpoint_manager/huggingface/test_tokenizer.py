@@ -10,6 +10,7 @@ import torch
 
 from nanochat.checkpoint_manager.huggingface.template import ChatTemplate
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
+from nanochat.checkpoint_manager.huggingface.vocabulary import read_vocabulary
 from nanochat.common import UserError
 from nanochat.data import bpe
 from nanochat.data.conversation import Conversation, Message, Part, assistant, chat, system, user
@@ -126,7 +127,7 @@ def test_conversations_are_rendered_as_transformers_does(folder: Path, template:
     assert ours.render_prompt(talk) == prompt
     trained = ours.decode([token for token, one in zip(rendered.ids, rendered.mask, strict=True) if one])
     if template:
-        assert trained == "yes, a cat<|im_end|>mats\n</think>\n\nno 垫子<|im_end|>"
+        assert trained == "yes, a cat<|im_end|><think>\nmats\n</think>\n\nno 垫子<|im_end|>"
     else:
         assert trained == "<think>\na cat\n</think>\n\nyes, a cat<|im_end|><think>\nmats\n</think>\n\nno 垫子<|im_end|>"
 
@@ -165,6 +166,29 @@ def test_the_template_says_whether_a_model_takes_system_messages_and_tools(
     assert (ours.takes_system, ours.takes_tools) == takes
 
 
+# Mistral's templates since v0.3 write a system message only where the last message is the user's.
+LAST_ONLY = (
+    "{% if messages[0].role == 'system' %}{% set rules = messages[0].content + '\n\n' %}{% set messages = messages[1:] %}"
+    "{% endif %}{% for m in messages %}{{ rules if loop.last and m.role == 'user' }}{{ m.content }}"
+    "{{ '<|im_end|>' if m.role == 'assistant' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM + "<|im_end|>", LAST_ONLY])
+def test_a_system_message_that_a_template_would_leave_out_is_trained_as_it_is_prompted(
+    folder: Path, template: str
+) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = FolderTokenizer(folder, ROWS)
+    talk = Conversation(
+        (system("be kind"), user("cat?"), assistant("no"), user("mat?"), assistant("yes")), prompt_turns=4
+    )
+    merged = Conversation((user("be kind\n\ncat?"), *talk.messages[2:]), prompt_turns=3)
+    assert tokenizer.render(talk) == tokenizer.render(merged)
+    assert tokenizer.render_prompt(talk) == tokenizer.render_prompt(merged)
+    assert "be kind" in tokenizer.decode(tokenizer.render(talk).ids)
+
+
 OPENED = "{{ '<think>' if enable_thinking }}"
 
 
@@ -195,6 +219,18 @@ def test_a_template_that_is_no_text_is_refused(folder: Path, template: Any) -> N
     (folder / "chat_template.jinja").write_bytes("猫坐".encode("utf-16"))
     with pytest.raises(UserError, match=r"chat template in .*chat_template\.jinja.*utf-8"):
         FolderTokenizer(folder, ROWS).render_prompt(chat("a", "b"))
+
+
+def test_thoughts_that_a_template_leaves_out_are_refused(folder: Path) -> None:
+    """As that of DeepSeek-R1 does, whose prompts open the thoughts."""
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
+        "{{ 'assistant: <think>' if add_generation_prompt }}"
+    )
+    tokenizer = FolderTokenizer(folder, ROWS)
+    with pytest.raises(UserError, match="leaves out what a reply says before </think>"):
+        tokenizer.render(chat("cat?", "<think>\na cat\n</think>\n\nyes"))
+    assert any(tokenizer.render(chat("cat?", "yes")).mask)
 
 
 def test_a_template_that_leaves_the_assistant_out_is_refused(folder: Path) -> None:
@@ -236,8 +272,10 @@ def test_a_template_renders_many_conversations() -> None:
 
 
 def test_tokenizers_that_do_not_fit_are_refused(folder: Path, source: str) -> None:
-    with pytest.raises(UserError, match="a token 303, and the embedding of the model has only 303 rows"):
-        FolderTokenizer(folder, 303)
+    with pytest.raises(UserError, match="a token 303, and the embedding of the model has only 302 rows"):
+        FolderTokenizer(folder, 302)  # 302 ends a reply
+    with pytest.raises(UserError, match="a token 299, and the embedding of the model has only 299 rows"):
+        read_vocabulary(folder / "tokenizer.json", 299, "")
     other = source.replace('"decoder": {"type": "ByteLevel"', '"decoder": {"type": "Fuse"')
     cases = {"{": "cannot be read as JSON", '{"added_tokens": []}': "is damaged", other: "kind Fuse"}
     for content, words in cases.items():
@@ -247,6 +285,13 @@ def test_tokenizers_that_do_not_fit_are_refused(folder: Path, source: str) -> No
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         FolderTokenizer(folder, ROWS)
+
+
+def test_an_added_token_without_a_row_is_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A padding token in copies of Llama 2, for which the embedding was never enlarged."""
+    tokenizer = FolderTokenizer(folder, 303)
+    assert "without a row in the model's embedding, which are left out: <think>" in capsys.readouterr().err
+    assert max(tokenizer.encode("<think>")) < 300 and tokenizer.decode(tokenizer.encode("<think>")) == "<think>"
 
 
 EXTRA = 301  # an end of a reply that only generation_config.json names
@@ -268,6 +313,23 @@ def test_ends_of_config_json_count_if_generation_config_json_names_none(tmp_path
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [300, EXTRA]}))
     assert FolderTokenizer(folder, VOCABULARY).stops == {300, EXTRA, 302}
+
+
+@pytest.mark.parametrize(
+    ("content", "ends"),
+    [({"eos_token_id": 300}, [302, 300]), ({"eos_token_id": [300, 302]}, [300, 302]), (None, [302])],
+)
+def test_a_copy_lists_the_end_of_a_reply_which_base_models_do_not(
+    content: Any, ends: list[int], tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path, "qwen3")
+    (folder / "generation_config.json").unlink()
+    if content is not None:
+        write(folder, "generation_config.json", {"max_new_tokens": 9, **content})
+    (tmp_path / "copy").mkdir()
+    FolderTokenizer(folder, VOCABULARY).save(tmp_path / "copy")
+    copy = json.loads((tmp_path / "copy" / "generation_config.json").read_text())
+    assert copy["eos_token_id"] == ends and (content is None or copy["max_new_tokens"] == 9)
 
 
 def test_every_end_of_the_publisher_ends_a_reply_of_the_engine(three_ends: FolderTokenizer) -> None:

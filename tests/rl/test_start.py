@@ -1,0 +1,32 @@
+"""What RL begins with."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from nanochat.checkpoint_manager.load import load_model
+from nanochat.models.lora import merge
+from nanochat.rl.start import open_tuned
+from scripts import finetune
+from tests.support.flags import configured
+from tests.support.qwens import write_folder
+from tests.support.tiny_model import on_cpu
+
+
+def test_a_tuned_adapter_of_experts_is_merged_where_every_parameter_is_trained(tmp_path: Path) -> None:
+    write_folder(tmp_path, "qwen3.5-moe")
+    chats = [json.dumps({"prompt": f"Say {i}.", "response": f"{i} cats"}) for i in range(20)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(chats))
+    finetune.train(configured(
+        finetune.Config, model=tmp_path, data=(str(tmp_path / "chats.jsonl"),), lora_rank=4, max_length=64,
+        num_iterations=2, learning_rate=1e-2, replay_every=0, compile=False,
+    ), on_cpu())  # fmt: skip
+    start = open_tuned(None, None, 0, 16.0, on_cpu(), 1)
+    assert start.fill is not None
+    start.fill()
+    model, _ = start.load()
+    tuned = load_model("tune", None, None, on_cpu()).model
+    merge(tuned)
+    for name, parameter in tuned.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter, msg=name)
