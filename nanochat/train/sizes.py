@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanochat import device, schedule
+from nanochat.checkpoint_manager import files
 from nanochat.checkpoint_manager.families import on_meta
+from nanochat.checkpoint_manager.resume import Start
 from nanochat.common import UserError, log, required_appendix, tr, warn
 from nanochat.data.mixing import Data
 from nanochat.data.traits import traits
@@ -215,37 +217,43 @@ def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Co
         raise UserError(text, exit_code=2)
 
 
-def check_disk(folder: Path, parameters: int, checkpoint: float, keep: int) -> None:
-    """Raise UserError if the disk of a folder cannot hold two checkpoints.
+def check_disk(
+    folder: Path, parameters: int, checkpoint: float, keep: int, resume: Start = "auto"
+) -> None:
+    """Raise UserError if the disk of a folder has no room for another checkpoint, or not for two.
 
     `checkpoint` is the number of bytes in a checkpoint's tensors. Log a warning if the disk cannot
-    hold the `keep` newest checkpoints and one more, unless `keep` is 0, which keeps all. Checkpoints
-    that are already in the folder count as free space.
+    hold the `keep` newest checkpoints and one more, unless `keep` is 0, which keeps all. Of the
+    checkpoints in the folder, those count as held that a run with --resume=`resume` will replace;
+    it moves later ones aside, where they stay.
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    saved = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # another process has renamed it
-            if path.is_file():
-                saved += path.stat().st_size
+    free = shutil.disk_usage(existing).free + sum(map(_size_of, folder.glob(".*step_*")))
+    continued = files.steps(folder)
+    if resume != "auto":
+        first = 0 if resume == "none" else resume
+        continued = [step for step in continued if step <= first]
+    saved = sum(_size_of(files.step_dir(folder, step)) for step in continued)
     # the newest checkpoint is complete before the oldest is deleted
     kept_at_once = keep + 1 if keep else 2
+    one = disk.of_checkpoints(checkpoint)
     needed = disk.of_checkpoints(checkpoint, kept_at_once)
-    if free + saved < disk.of_checkpoints(checkpoint, 2):
+    least = max(one, 2 * one - saved)
+    if free < least:
         raise UserError(
             tr(
-                "a checkpoint of {parameters:,} parameters takes up to {size}, and two must fit, "
-                "but {folder} has "
-                "{free} free. Free some space, or set NANOCHAT_BASE_DIR to a folder on another "
+                "a checkpoint of {parameters:,} parameters takes up to {size}, and a new one is "
+                "complete before an old one is deleted, so that {least} must be free, but {folder} "
+                "has {free} free. Free some space, or set NANOCHAT_BASE_DIR to a folder on another "
                 "disk.",
                 parameters=parameters,
-                size=amount(disk.of_checkpoints(checkpoint), "B"),
+                size=amount(one, "B"),
+                least=amount(least, "B"),
                 folder=folder,
                 free=amount(free, "B"),
             )
         )
-    if free + saved < needed:
+    if free < needed - saved:
         warn(
             tr(
                 "the checkpoints will take up to {size}, but {folder} has {free} free: free some "
@@ -256,6 +264,16 @@ def check_disk(folder: Path, parameters: int, checkpoint: float, keep: int) -> N
                 free=amount(free, "B"),
             )
         )
+
+
+def _size_of(folder: Path) -> int:
+    """Return the total size of a folder's files in bytes."""
+    size = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another process has renamed it
+            if path.is_file():
+                size += path.stat().st_size
+    return size
 
 
 def warn_of_time(seconds: float, compute: Compute) -> None:

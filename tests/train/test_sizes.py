@@ -1,5 +1,6 @@
 """What `auto` means, by depth, corpus, device and memory."""
 
+import contextlib
 import shutil
 from collections import namedtuple
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from nanochat import device
+from nanochat.checkpoint_manager.resume import Start
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
@@ -257,11 +259,20 @@ def test_the_disk_is_checked_before_the_first_step(
     assert ("will take up to 48.5 MB" in capsys.readouterr().err) == (says == "a warning")
 
 
-def test_checkpoints_that_will_be_replaced_count_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "step_000010").mkdir()
-    (tmp_path / "step_000010" / "model.safetensors").write_bytes(b"\0" * 24_240)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1e9, 1e9, 0))
-    sizes.check_disk(tmp_path, 1_000, 12_000, keep=1)
+@pytest.mark.parametrize(
+    ("free", "resume", "fits"),
+    [(13_000, "auto", True), (11_000, "auto", False), (13_000, 10, True), (13_000, 5, False), (23_000, "none", False)],
+)
+def test_checkpoints_that_a_run_replaces_count_as_held(
+    free: int, resume: Start, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("step_000010", "set-aside-20261130-000000/step_000020"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "model.safetensors").write_bytes(b"\0" * 12_120)
+        (tmp_path / name / "meta.json").write_text("{}")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1e9, 1e9, free))
+    with contextlib.nullcontext() if fits else pytest.raises(UserError, match="must be free"):
+        sizes.check_disk(tmp_path, 1_000, 12_000, 1, resume)
 
 
 def test_a_run_that_is_long_or_repeats_its_data_often_gets_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
