@@ -396,8 +396,8 @@ def batch(
 ) -> Batch:
     """Return the split of a step into passes, choosing sizes that are "auto", and log it.
 
-    `tokens` is the expected number of tokens in the whole run, or None if the number of steps is
-    given. A given number of passes determines an automatic device_batch_size, and must agree with a
+    `tokens` is the expected number of tokens in a pretraining, or None in a later stage. A given
+    number of passes determines an automatic device_batch_size, and must agree with a
     given one. If a run resumes, `begun_rows` is the number of rows in each earlier step, which an
     automatic total_batch_size keeps. Raises UserError (exit code 2) if the numbers are invalid or
     disagree, or if the ranks cannot share a step equally.
