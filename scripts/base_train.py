@@ -74,7 +74,9 @@ def train(cfg: Config, compute: Compute) -> None:
     )
 
     # The model's shape, how a step is split, and how long the run is
-    shape = sizes.model_config(cfg.shape, tokenizer.vocab_size, corpus.name, compute)
+    shape = sizes.model_config(
+        cfg.shape, tokenizer.vocab_size, corpus.name, compute, folder.begun_context
+    )
     sizes.advise(cfg.shape.family, tokenizer.pattern)
     size = sizes.model_size(shape, compute, cfg.shape.matmul)
     sizes.check_fits(shape.n_layer, size.parameters, cfg.run.shard, compute)

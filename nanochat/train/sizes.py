@@ -44,9 +44,16 @@ EPOCHS_WITH_PAIRS = 2
 ACTIVATION_BYTES = 40
 
 
-def model_config(flags: ShapeFlags, vocab_size: int, corpus: str, compute: Compute) -> ModelConfig:
+def model_config(
+    flags: ShapeFlags,
+    vocab_size: int,
+    corpus: str,
+    compute: Compute,
+    begun_context: int | None = None,
+) -> ModelConfig:
     """Return the configuration of a model, choosing all sizes that are "auto".
 
+    If a run resumes, `begun_context` is its context in tokens, which an automatic one keeps.
     If `bigram_rows` is "auto", a GPT gets a bigram table unless it would teach little about the
     corpus; keep_bigrams() later removes it if the text is read too often. A Qwen3's MLP has 8/3
     times as many channels as the model, so that its layers have about as many parameters as a
@@ -78,7 +85,10 @@ def model_config(flags: ShapeFlags, vocab_size: int, corpus: str, compute: Compu
             exit_code=2,
         )
     length = flags.max_seq_len
-    if length == "auto":
+    if length == "auto" and begun_context is not None:
+        length = begun_context
+        log(tr("max_seq_len: {length} (as the run began)", length=length))
+    elif length == "auto":
         length = _row_tokens(corpus, compute)
     if flags.family == "qwen3":
         qwen = _qwen()

@@ -106,6 +106,11 @@ def test_impossible_shapes_are_refused(given: dict[str, int], says: str) -> None
         shape(**given)
 
 
+def test_an_automatic_context_stays_as_the_run_began_on_another_device() -> None:
+    assert sizes.model_config(ShapeFlags(4), 2048, UNKNOWN, CUDA).sequence_len == 2048
+    assert sizes.model_config(ShapeFlags(4), 2048, UNKNOWN, CUDA, begun_context=512).sequence_len == 512
+
+
 def split(total: Any, rows: Any, compute: Compute = CPU, passes: int | None = None, begun: int | None = None) -> Batch:
     return sizes.batch(BatchFlags(total, rows, passes), SHAPE, 10**6, UNKNOWN, compute, begun_rows=begun)
 
