@@ -375,7 +375,7 @@ class Run:
                     steps=self.plan.steps - self.step,
                 )
             )
-        sizes.warn_of_time(seconds, self.compute)
+        sizes.warn_of_time(seconds, self.folder.stage, self.compute)
 
     def _describe(self) -> None:
         """Write run.json, and discard samples of later steps left by an interrupted run."""

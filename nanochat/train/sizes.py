@@ -286,19 +286,21 @@ def _size_of(folder: Path) -> int:
     return size
 
 
-def warn_of_time(seconds: float, compute: Compute) -> None:
-    """Warn if a run on a CPU will take longer than an hour."""
-    if seconds > compute.platform.long_run_seconds:
-        warn(
-            tr(
-                "this run will take a CPU about {time}. You can stop at any time and resume with "
-                "the same command. For "
-                "a shorter run give --num_iterations, or a smaller --depth, --max_seq_len and "
-                "--total_batch_size; "
-                "docs/data.md has an example for a laptop",
-                time=duration(seconds),
-            )
+def warn_of_time(seconds: float, stage: str, compute: Compute) -> None:
+    """Warn if a run of a stage on a CPU will take longer than an hour, and say how to shorten it."""
+    if seconds <= compute.platform.long_run_seconds:
+        return
+    text = tr(
+        "this run will take a CPU about {time}. You can stop at any time and resume with the same "
+        "command. For a shorter run give --num_iterations",
+        time=duration(seconds),
+    )
+    if stage == "base":  # the only stage that chooses the size of the model
+        text += tr(
+            ", or a smaller --depth, --max_seq_len and --total_batch_size; docs/data.md has an "
+            "example for a laptop"
         )
+    warn(text)
 
 
 def tell_epochs(corpus: str, rows: int, row_tokens: int, steps: int, rows_per_step: int) -> None:

@@ -281,11 +281,15 @@ def test_checkpoints_that_a_run_replaces_count_as_held(
 
 
 def test_a_run_that_is_long_or_repeats_its_data_often_gets_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes.warn_of_time(3_599, CPU)
-    sizes.warn_of_time(216_000, CUDA)
+    sizes.warn_of_time(3_599, "base", CPU)
+    sizes.warn_of_time(216_000, "base", CUDA)
     assert not capsys.readouterr().err
-    sizes.warn_of_time(216_000, CPU)
-    assert "2 d 12 h" in capsys.readouterr().err
+    sizes.warn_of_time(216_000, "base", CPU)
+    said = capsys.readouterr().err
+    assert "2 d 12 h" in said and "--num_iterations, or a smaller --depth" in said
+    sizes.warn_of_time(216_000, "sft", CPU)
+    said = capsys.readouterr().err
+    assert "--num_iterations" in said and "--depth" not in said, "SFT has no such flag"
     sizes.tell_epochs("mine", rows=1000, row_tokens=64, steps=400, rows_per_step=10)
     said = capsys.readouterr()
     assert said.out == "data: mine, 1,000 rows of 64 tokens, 4.00 epochs\n" and not said.err
