@@ -90,6 +90,11 @@ if [ $recipe = upstream ] && { [ $family != gpt ] || [[ ! $preset =~ ^(d12|d20|g
         "--recipe upstream goes with --preset d12, d20 or gpt2 and without --family qwen3; add --preset gpt2" \
         "--recipe upstream 只能与 --preset d12、d20 或 gpt2 同用，且不能加 --family qwen3；请加 --preset gpt2"
 fi
+if [ -n "$plan" ] && { [ $family != gpt ] || [ "$data" != auto ]; }; then
+    refuse \
+        "--plan is for the GPT and the corpus of a preset, without --family qwen3 and --data; leave them out" \
+        "--plan 只适用于预设的 GPT 和语料，不能加 --family qwen3 和 --data；请去掉它们"
+fi
 
 # speedrun_npu.sh sets NPUs up; it sets NANOCHAT_DEVICE, or `speedrun_npu` where it finds no NPU to use.
 if [ -z "${NANOCHAT_DEVICE:-}${speedrun_npu:-}" ] && compgen -G "${ASCEND_ROOT_PREFIX:-}/dev/davinci[0-9]*" >/dev/null; then

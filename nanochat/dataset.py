@@ -78,21 +78,42 @@ def verify(corpus: Corpus) -> None:
 
 def main(cfg: Config) -> None:
     """Do what the command line asks; after making a corpus, print the command that comes next."""
-    if cfg.num_workers < 1:
-        raise UserError(
-            tr("--num_workers must be at least 1, got {num_workers}", num_workers=cfg.num_workers),
-            exit_code=2,
-        )
+    _check_flags(cfg)
     if cfg.verify:
         verify(resolve(cfg.data))
         return
-    if cfg.list_urls and cfg.urls is None and cfg.num_files is not None:
+    if cfg.list_urls and cfg.num_files is not None:
         published = SOURCES.get(cfg.data or "fineweb")
         if published is not None:
             print("\n".join(published.listing(cfg.num_files, cfg.host)))
             return
     corpus = make_corpus(cfg)
     log(tr("next: python -m scripts.tok_train --data {name}", name=quote(corpus.name)))
+
+
+def _check_flags(cfg: Config) -> None:
+    """Raise UserError (exit code 2) if a flag is out of range or not for the data that is named."""
+    if cfg.num_workers < 1:
+        raise UserError(
+            tr("--num_workers must be at least 1, got {num_workers}", num_workers=cfg.num_workers),
+            exit_code=2,
+        )
+    is_published = cfg.urls is None and (cfg.num_files is not None or cfg.data in SOURCES)
+    if not is_published:
+        for flag, is_given in (("from", cfg.host != Config.host), ("list_urls", cfg.list_urls)):
+            _refuse_unused(flag, is_given, tr("published corpora"))
+    if is_published or (cfg.urls is None and cfg.data == "tinyworld"):
+        for flag in ("name", "text_column", "skip_bad_lines"):
+            is_given = getattr(cfg, flag) != getattr(Config, flag)
+            _refuse_unused(flag, is_given, tr("your own files and addresses"))
+
+
+def _refuse_unused(flag: str, is_given: bool, uses: str) -> None:
+    """Raise UserError (exit code 2) if a flag is given that is only for `uses`, not for this data."""
+    if is_given:
+        raise UserError(
+            tr("--{flag} is for {uses} only: leave it out", flag=flag, uses=uses), exit_code=2
+        )
 
 
 def make_corpus(cfg: Config) -> Corpus:

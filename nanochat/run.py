@@ -36,6 +36,7 @@ from nanochat.checkpoint_manager.locate import Parent, checkpoint_dir, find_pare
 from nanochat.checkpoint_manager.parts.background import Saver
 from nanochat.checkpoint_manager.resume import (
     Resumed,
+    begun_context,
     finished,
     hold,
     resume_stage,
@@ -85,6 +86,7 @@ class RunFolder:
     path: Path
     settings: RunSettings  # the flags, and facts that are not flags, such as the parent
     begun_rows: int | None  # rows per step of the run that is resumed; None for a new run
+    begun_context: int | None  # tokens of its model's context; None for a new run
 
 
 def open_folder(
@@ -113,7 +115,9 @@ def open_folder(
     is_reported = report is None or report.has_training_section(stage, tag)
     if finished(path, settings, compute, is_reported, flags.resume):
         raise AlreadyDone
-    return RunFolder(stage, tag, path, settings, rows_per_step(path, flags.resume, compute))
+    begun_rows = rows_per_step(path, flags.resume, compute)
+    context = begun_context(path, flags.resume, compute)
+    return RunFolder(stage, tag, path, settings, begun_rows, context)
 
 
 def parent_of(
@@ -371,7 +375,7 @@ class Run:
                     steps=self.plan.steps - self.step,
                 )
             )
-        sizes.warn_of_time(seconds, self.compute)
+        sizes.warn_of_time(seconds, self.folder.stage, self.compute)
 
     def _describe(self) -> None:
         """Write run.json, and discard samples of later steps left by an interrupted run."""

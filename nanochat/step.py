@@ -60,11 +60,14 @@ class LossScale:
 
     @staticmethod
     def start(compute: Compute, state: Mapping[str, Any]) -> "LossScale":
-        """Return a new scale, or the scale that a checkpoint has saved."""
+        """Return a new scale, or the scale that a checkpoint of the same format has saved."""
         if not compute.scaler:
             return LossScale()
         fresh = LossScale(65536.0, growing=True)
-        return replace(fresh, **state.get("scale", {}))
+        saved = state.get("scale", {})
+        if saved == LossScale().state():  # the run had another format, which needs no scale
+            return fresh
+        return replace(fresh, **saved)
 
     def state(self) -> dict[str, float]:
         """Return the values that a checkpoint keeps."""

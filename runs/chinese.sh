@@ -70,6 +70,13 @@ tiny)
     ;;
 esac
 
+sft_tag=$tag # of the fine-tuned model, as chat_sft would name it
+if [ -n "$mix" ]; then
+    name=${mix##*/}
+    name=${name%.gz}
+    sft_tag=$tag-${name%.*}
+fi
+
 prepare
 choose_matmul
 if [ "$preset" = cpu ]; then
@@ -92,13 +99,13 @@ train base_train scripts.base_train --data "$data" --model_tag "$tag" "${size[@]
 train base_loss scripts.base_loss --model_tag "$tag" --once
 if [ "$preset" = cpu ]; then
     train chat_sft scripts.chat_sft --source base --model_tag "$tag" --data tinyworld "${chats[@]}" \
-        --documents "$data" --documents_every 2 "${sft[@]}" "${matmul_flags[@]}"
+        --out_tag "$sft_tag" --documents "$data" --documents_every 2 "${sft[@]}" "${matmul_flags[@]}"
 else
     train mid_train scripts.mid_train --model_tag "$tag" "${few[@]}" "${matmul_flags[@]}"
-    train chat_sft scripts.chat_sft --model_tag "$tag" "${sft[@]}" "${chats[@]}" "${matmul_flags[@]}"
+    train chat_sft scripts.chat_sft --model_tag "$tag" --out_tag "$sft_tag" "${sft[@]}" "${chats[@]}" "${matmul_flags[@]}"
 fi
-train forgetting scripts.base_loss --source sft --data "$data" --once # on the documents that the base model learned
-if [ "$preset" = full ]; then train sft_eval scripts.chat_eval -i sft --once; fi
+train forgetting scripts.base_loss --source sft --model_tag "$sft_tag" --data "$data" --once # on the documents that the base model learned
+if [ "$preset" = full ]; then train sft_eval scripts.chat_eval -i sft --model_tag "$sft_tag" --once; fi
 python -m nanochat.report generate
 python -m nanochat.report show
 tell "Chat with it:  source .venv/bin/activate && python -m scripts.chat_web" "和它聊天：  source .venv/bin/activate && python -m scripts.chat_web"

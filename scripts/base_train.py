@@ -74,11 +74,13 @@ def train(cfg: Config, compute: Compute) -> None:
     )
 
     # The model's shape, how a step is split, and how long the run is
-    shape = sizes.model_config(cfg.shape, tokenizer.vocab_size, corpus.name, compute)
+    shape = sizes.model_config(
+        cfg.shape, tokenizer.vocab_size, corpus.name, compute, folder.begun_context
+    )
     sizes.advise(cfg.shape.family, tokenizer.pattern)
     size = sizes.model_size(shape, compute, cfg.shape.matmul)
     sizes.check_fits(shape.n_layer, size.parameters, cfg.run.shard, compute)
-    tokens = cfg.schedule.target_param_data_ratio * size.scaling_parameters
+    tokens = cfg.schedule.tokens(size.flops_per_token, size.scaling_parameters)
     batch = sizes.batch(
         cfg.batch, shape, size.parameters, corpus.name, compute, tokens, folder.begun_rows
     )

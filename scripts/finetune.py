@@ -447,7 +447,8 @@ def train(cfg: Config, compute: Compute) -> None:
     tuning = forecast_of(cfg, batch, base, compute)
     check_fits(tuning, model, compute, always=cfg.forecast)
     if cfg.forecast:
-        log_needs(tuning, model, batch, steps, folder.path, cfg.run.keep, compute)
+        run = cfg.run
+        log_needs(tuning, model, batch, steps, folder.path, run.keep, run.resume, compute)
         return
     if replay_every:
         run_rows = steps * batch.rows_per_step

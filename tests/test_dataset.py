@@ -241,6 +241,10 @@ def test_urls_can_be_listed_for_another_machine(capsys, base_folder):
         (Config(-2), "1 to 1822 .*got -2"),
         (Config(1823), "1 to 1822 .*got 1823"),
         (Config(1, num_workers=0), "--num_workers .*got 0"),
+        (Config(1, name="web"), "--name is for your own files and addresses only"),
+        (Config(data="tinyworld", text_column="body"), "--text_column is for your own files"),
+        (Config(data=".", list_urls=True), "--list_urls is for published corpora only"),
+        (Config(urls="list.txt", host="modelscope"), "--from is for published corpora only"),
     ],
 )
 def test_a_command_that_cannot_work_is_refused_with_what_can(cfg, named):

@@ -16,7 +16,7 @@ from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.meter import due
 from nanochat.optim import Optimizers, Rates
-from nanochat.step import LossScale, Outcome
+from nanochat.step import LossScale, Outcome, Safeguards
 from nanochat.train.validation import mean_over
 from tests.support.tiny_model import on_cpu
 
@@ -277,6 +277,11 @@ def test_the_scale_doubles_after_2000_good_steps() -> None:
 def test_the_scale_resumes_where_it_was() -> None:
     kept = {"scale": {"value": 1024.0, "good_steps": 17}}
     assert LossScale.start(FP16, json.loads(json.dumps(kept))) == LossScale(1024.0, 17, True)
+
+
+def test_a_run_that_began_in_another_format_gets_a_new_scale() -> None:
+    saved = Safeguards.start(CPU, {}).state()
+    assert LossScale.start(FP16, saved).value == 65536
 
 
 def test_other_formats_have_no_scale() -> None:

@@ -135,6 +135,16 @@ def rows_per_step(folder: Path, start: Start, compute: Compute) -> int | None:
     return rows_done // step or None if type(rows_done) is int else None
 
 
+def begun_context(folder: Path, start: Start, compute: Compute) -> int | None:
+    """Return the context in tokens of the model whose run will resume, or None if it is unknown.
+
+    A resumed run must keep it, although an automatic context depends on the kind of device.
+    """
+    step = _begun_step(folder, start, compute)
+    context = read_meta(folder, step)["model"].get("sequence_len") if step else None
+    return context if type(context) is int else None
+
+
 def begun_settings(folder: Path, start: Start, compute: Compute) -> dict[str, Any]:
     """Return the saved settings of the run that will resume, or {} if there is none."""
     step = _begun_step(folder, start, compute)

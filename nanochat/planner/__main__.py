@@ -27,7 +27,7 @@ from nanochat.common import UserError, run, tr
 from nanochat.models.lora import LoraConfig
 from nanochat.models.nf4 import BITS
 from nanochat.planner import calibration, recipes, tables
-from nanochat.planner.calibration import rates_for
+from nanochat.planner.calibration import is_measured, rates_for
 from nanochat.planner.cards import Rates
 from nanochat.planner.forecast import Tuning
 from nanochat.planner.plan import Plan, batch_of, check_trains, plan_of
@@ -335,8 +335,8 @@ def hosts_of(cfg: Config, chip: Chip | None, bench: calibration.Bench | None) ->
     hosts = []
     for kind, count in counts:
         check_trains(kind)
-        rates, source = rates_for(kind, bench)
-        hosts.append(Cards(kind, count, rates, source.startswith("measured")))
+        rates, _ = rates_for(kind, bench)
+        hosts.append(Cards(kind, count, rates, is_measured(kind, bench)))
     return hosts
 
 
@@ -382,7 +382,7 @@ def main(cfg: Config) -> None:
     size = size_of(cfg.depth, cfg.vocab_size)
     ranks = max(ranks, 1)
     batch = batch_of(size, ranks) if cfg.total_batch_size == "auto" else cfg.total_batch_size
-    plan = plan_of(size, chip, ranks, batch, rates, source.startswith("measured"))
+    plan = plan_of(size, chip, ranks, batch, rates, is_measured(chip, bench))
     check_fits(cfg.depth, plan, chip)
     print(explain(plan, chip, rates, source), file=sys.stderr)
     print(f"--depth={cfg.depth} --total_batch_size={batch} --device_batch_size={plan.rows}")

@@ -122,6 +122,11 @@ def rates_from(bench: Bench) -> Rates:
     )
 
 
+def is_measured(chip: Chip, bench: Bench | None) -> bool:
+    """Return whether `bench` has the speed of this kind of card."""
+    return bench is not None and bench.chip == chip.name
+
+
 def rates_for(chip: Chip, bench: Bench | None) -> tuple[Rates | None, str]:
     """Return the rates of a kind of card, or None if unknown, and a phrase that names their source.
 

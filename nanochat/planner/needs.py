@@ -4,6 +4,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from nanochat.checkpoint_manager.resume import Start
 from nanochat.common import base_dir, log, tr
 from nanochat.device import Compute
 from nanochat.models.qwen.model import Qwen
@@ -37,16 +38,17 @@ def log_needs(
     steps: int,
     folder: Path,
     keep: int,
+    resume: Start,
     compute: Compute,
 ) -> None:
     """Log the disk space and the time of a run of `steps` steps, whose checkpoints go to `folder`.
 
-    The run keeps its `keep` newest checkpoints, or all of them if `keep` is 0. Raises UserError if
-    the disk cannot hold two checkpoints, and warns if it cannot hold all that are kept.
+    The run keeps its `keep` newest checkpoints, or all of them if `keep` is 0, and `resume` is the
+    value of --resume. Raises UserError, and warns, as check_disk() does.
     """
     tensors = saved_bytes(model, OneRate(0.0))
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    check_disk(folder, trained, tensors, keep)
+    check_disk(folder, trained, tensors, keep, resume)
     # A new checkpoint is written before the oldest one is deleted.
     needed = of_checkpoints(tensors, (keep or 1) + 1)
     values = {

@@ -48,10 +48,12 @@ def clean(
     evaluations cannot be used, or if this call leaves out documents but would restore others that
     an earlier call left out with `dedup` or `drop_contaminated`.
     """
+    passages = read_passages(check_against) if check_against is not None else None
     if dedup or drop_contaminated:
         earlier = read_about(corpus.folder).get(DROPPED, {})
         _refuse_to_take_back(earlier, dedup, drop_contaminated)
-    passages = read_passages(check_against) if check_against is not None else None
+        if passages is not None:
+            _refuse_other_evaluations(earlier, passages.names)
     paths = [path.absolute() for split in ("val", "train") for path in shards(corpus, split)]
     with locked(corpus.folder / ".clean.lock") as lock:
         result_paths = [corpus.folder / DROPPED / f".{path.stem}.npz" for path in paths]
@@ -126,6 +128,30 @@ def _refuse_to_take_back(
                 ),
                 exit_code=2,
             )
+
+
+def _refuse_other_evaluations(earlier: dict[str, Any], set_names: tuple[str, ...]) -> None:
+    """Raise UserError (exit code 2) if documents were left out for evaluations not in `set_names`.
+
+    This command would restore these documents. `earlier` is the entry `dropped` of corpus.json.
+    """
+    if not earlier.get("dropped_contaminated"):
+        return
+    lacking = [
+        name for name, hits in earlier["check_against"].items() if hits and name not in set_names
+    ]
+    if lacking:
+        raise UserError(
+            tr(
+                "an earlier command left out documents that hold passages of {lacking}, which "
+                "--check_against does not name now, so that this one would take them back: it was "
+                "{make}. Name a folder with all evaluations, or take all documents back first "
+                "with --all_documents",
+                lacking=", ".join(lacking),
+                make=earlier["make"],
+            ),
+            exit_code=2,
+        )
 
 
 def _command(

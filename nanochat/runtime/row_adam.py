@@ -1,8 +1,8 @@
 """RowAdam: AdamW for a large table, which on a CPU updates only the rows that a step has read.
 
-optim.py uses it for the table of bigrams on a single rank. On other devices and on several ranks,
-torch's AdamW updates the whole table. The last two functions make the state of both optimizers the
-same in a checkpoint, so that a run may resume on any device.
+optim.py uses it for the table of bigrams, which is whole on every rank of a CPU. On other devices,
+the ranks shard the table, and torch's AdamW updates all of its rows. The last two functions make
+the state of both optimizers the same in a checkpoint, so that a run may resume on any device.
 """
 
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ class RowAdam(UntracedOptimizer):
 def make_sparse(model: nn.Module, tables: Sequence[Tensor]) -> bool:
     """Switch `tables` to sparse gradients if RowAdam can step them, and return whether it can.
 
-    It can if they are in a CPU's memory and are neither sharded nor replicated.
+    It can if they are in a CPU's memory, and if FSDP2 has left them whole; see parallel.shard().
     """
     place = place_of(tables[0])
     if place.shards * place.replicas > 1 or not tables[0].is_cpu:

@@ -300,6 +300,15 @@ class ScheduleFlags:
     final_lr_frac: Rare[float] = 0.05
     """learning rate at the end, as a fraction of its peak"""
 
+    def tokens(self, flops_per_token: int, scaling_parameters: int) -> float:
+        """Return the tokens of the whole run, to which an automatic total_batch_size is fitted.
+
+        If num_iterations is given, they are those of the same run without it.
+        """
+        if self.target_flops is not None:
+            return self.target_flops / flops_per_token
+        return self.target_param_data_ratio * scaling_parameters
+
     def steps(self, flops_per_token: int, scaling_parameters: int, tokens_per_step: int) -> int:
         """Return the number of steps that the flags ask for, and log the reason for it."""
         if self.num_iterations is not None:

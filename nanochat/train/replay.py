@@ -267,6 +267,7 @@ def _written(base: Base, tokens: int, longest: int, seed: int, compute: Compute)
     own_compute = with_own_operations(compute)
     loaded = load_published(base.folder, None, own_compute)
     own_compute.operations.serve(cast(nn.Module, loaded.model))
+    longest = min(longest, loaded.model.config.sequence_len)  # a row has one token more
     engine = Engine(loaded.model, loaded.tokenizer, slots=SLOTS, length=longest)
     starts = _starts(loaded.tokenizer, longest)
     texts: list[Rendered] = []

@@ -39,7 +39,7 @@ def set_up(
     module = cast(nn.Module, model)
     trained = sum(parameter.numel() for _, parameter in parallel.trained(module))
     _describe(model, trained)
-    sizes.check_disk(folder, trained, saved_bytes(model, rates), flags.keep)
+    sizes.check_disk(folder, trained, saved_bytes(model, rates), flags.keep, flags.resume)
     parallel.shard(module, model.shard_groups(), compute, flags.shard)
     if fill is not None:
         fill()

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanochat import device, schedule
+from nanochat.checkpoint_manager import files
 from nanochat.checkpoint_manager.families import on_meta
+from nanochat.checkpoint_manager.resume import Start
 from nanochat.common import UserError, log, required_appendix, tr, warn
 from nanochat.data.mixing import Data
 from nanochat.data.traits import traits
@@ -42,9 +44,16 @@ EPOCHS_WITH_PAIRS = 2
 ACTIVATION_BYTES = 40
 
 
-def model_config(flags: ShapeFlags, vocab_size: int, corpus: str, compute: Compute) -> ModelConfig:
+def model_config(
+    flags: ShapeFlags,
+    vocab_size: int,
+    corpus: str,
+    compute: Compute,
+    begun_context: int | None = None,
+) -> ModelConfig:
     """Return the configuration of a model, choosing all sizes that are "auto".
 
+    If a run resumes, `begun_context` is its context in tokens, which an automatic one keeps.
     If `bigram_rows` is "auto", a GPT gets a bigram table unless it would teach little about the
     corpus; keep_bigrams() later removes it if the text is read too often. A Qwen3's MLP has 8/3
     times as many channels as the model, so that its layers have about as many parameters as a
@@ -76,7 +85,10 @@ def model_config(flags: ShapeFlags, vocab_size: int, corpus: str, compute: Compu
             exit_code=2,
         )
     length = flags.max_seq_len
-    if length == "auto":
+    if length == "auto" and begun_context is not None:
+        length = begun_context
+        log(tr("max_seq_len: {length} (as the run began)", length=length))
+    elif length == "auto":
         length = _row_tokens(corpus, compute)
     if flags.family == "qwen3":
         qwen = _qwen()
@@ -215,37 +227,43 @@ def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Co
         raise UserError(text, exit_code=2)
 
 
-def check_disk(folder: Path, parameters: int, checkpoint: float, keep: int) -> None:
-    """Raise UserError if the disk of a folder cannot hold two checkpoints.
+def check_disk(
+    folder: Path, parameters: int, checkpoint: float, keep: int, resume: Start = "auto"
+) -> None:
+    """Raise UserError if the disk of a folder has no room for another checkpoint, or not for two.
 
     `checkpoint` is the number of bytes in a checkpoint's tensors. Log a warning if the disk cannot
-    hold the `keep` newest checkpoints and one more, unless `keep` is 0, which keeps all. Checkpoints
-    that are already in the folder count as free space.
+    hold the `keep` newest checkpoints and one more, unless `keep` is 0, which keeps all. Of the
+    checkpoints in the folder, those count as held that a run with --resume=`resume` will replace;
+    it moves later ones aside, where they stay.
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    saved = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # another process has renamed it
-            if path.is_file():
-                saved += path.stat().st_size
+    free = shutil.disk_usage(existing).free + sum(map(_size_of, folder.glob(".*step_*")))
+    continued = files.steps(folder)
+    if resume != "auto":
+        first = 0 if resume == "none" else resume
+        continued = [step for step in continued if step <= first]
+    saved = sum(_size_of(files.step_dir(folder, step)) for step in continued)
     # the newest checkpoint is complete before the oldest is deleted
     kept_at_once = keep + 1 if keep else 2
+    one = disk.of_checkpoints(checkpoint)
     needed = disk.of_checkpoints(checkpoint, kept_at_once)
-    if free + saved < disk.of_checkpoints(checkpoint, 2):
+    least = max(one, 2 * one - saved)
+    if free < least:
         raise UserError(
             tr(
-                "a checkpoint of {parameters:,} parameters takes up to {size}, and two must fit, "
-                "but {folder} has "
-                "{free} free. Free some space, or set NANOCHAT_BASE_DIR to a folder on another "
+                "a checkpoint of {parameters:,} parameters takes up to {size}, and a new one is "
+                "complete before an old one is deleted, so that {least} must be free, but {folder} "
+                "has {free} free. Free some space, or set NANOCHAT_BASE_DIR to a folder on another "
                 "disk.",
                 parameters=parameters,
-                size=amount(disk.of_checkpoints(checkpoint), "B"),
+                size=amount(one, "B"),
+                least=amount(least, "B"),
                 folder=folder,
                 free=amount(free, "B"),
             )
         )
-    if free + saved < needed:
+    if free < needed - saved:
         warn(
             tr(
                 "the checkpoints will take up to {size}, but {folder} has {free} free: free some "
@@ -258,19 +276,31 @@ def check_disk(folder: Path, parameters: int, checkpoint: float, keep: int) -> N
         )
 
 
-def warn_of_time(seconds: float, compute: Compute) -> None:
-    """Warn if a run on a CPU will take longer than an hour."""
-    if seconds > compute.platform.long_run_seconds:
-        warn(
-            tr(
-                "this run will take a CPU about {time}. You can stop at any time and resume with "
-                "the same command. For "
-                "a shorter run give --num_iterations, or a smaller --depth, --max_seq_len and "
-                "--total_batch_size; "
-                "docs/data.md has an example for a laptop",
-                time=duration(seconds),
-            )
+def _size_of(folder: Path) -> int:
+    """Return the total size of a folder's files in bytes."""
+    size = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another process has renamed it
+            if path.is_file():
+                size += path.stat().st_size
+    return size
+
+
+def warn_of_time(seconds: float, stage: str, compute: Compute) -> None:
+    """Warn if a run of a stage on a CPU will take longer than an hour, and say how to shorten it."""
+    if seconds <= compute.platform.long_run_seconds:
+        return
+    text = tr(
+        "this run will take a CPU about {time}. You can stop at any time and resume with the same "
+        "command. For a shorter run give --num_iterations",
+        time=duration(seconds),
+    )
+    if stage == "base":  # the only stage that chooses the size of the model
+        text += tr(
+            ", or a smaller --depth, --max_seq_len and --total_batch_size; docs/data.md has an "
+            "example for a laptop"
         )
+    warn(text)
 
 
 def tell_epochs(corpus: str, rows: int, row_tokens: int, steps: int, rows_per_step: int) -> None:
@@ -378,8 +408,8 @@ def batch(
 ) -> Batch:
     """Return the split of a step into passes, choosing sizes that are "auto", and log it.
 
-    `tokens` is the expected number of tokens in the whole run, or None if the number of steps is
-    given. A given number of passes determines an automatic device_batch_size, and must agree with a
+    `tokens` is the expected number of tokens in a pretraining, or None in a later stage. A given
+    number of passes determines an automatic device_batch_size, and must agree with a
     given one. If a run resumes, `begun_rows` is the number of rows in each earlier step, which an
     automatic total_batch_size keeps. Raises UserError (exit code 2) if the numbers are invalid or
     disagree, or if the ranks cannot share a step equally.

@@ -170,13 +170,17 @@ def test_a_chip_without_a_known_peak_is_planned_by_memory_alone() -> None:
     assert tables.cells(by_memory, chip)[1:4] == ["-", "-", "-"]
 
 
-def test_measured_cards_are_planned_by_what_was_measured(base_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_cards_are_planned_by_what_was_measured(
+    base_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = said(capsys, chip="910B3", ranks=8)[1]
     calibration.save(BENCH, base_folder / calibration.NAME)
     after = said(capsys, chip="910B3", ranks=8)[1]
     assert "data sheet" in before and "measured on your cards, card_bench.json" in after and "± 15 %" in after
     assert said(capsys, chip="910B2", ranks=8)[1].count("data sheet") == 1
     assert "± 15 %" in said(capsys, chip="910B3", ranks=8, table=True)[0]
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    assert "15" in said(capsys, chip="910B3", ranks=8)[1].partition("±")[2][:5]
 
 
 def test_a_measured_chip_without_a_known_peak_has_a_speed_but_no_mfu() -> None:

@@ -31,11 +31,11 @@ def test_a_disk_must_hold_two_checkpoints_as_when_the_run_starts(base_folder, mo
     size = 1.01 * 3 * sum(weight.nbytes for weight in MODEL.parameters())  # with two moments, and some 1 % beside
     folder = base_folder / "tuned_checkpoints/x"
     free(monkeypatch, 2.001 * size)
-    log_needs(TUNING, MODEL, BATCH, 10, folder, keep, on_cpu())
+    log_needs(TUNING, MODEL, BATCH, 10, folder, keep, "auto", on_cpu())
     assert "disk: " in capsys.readouterr().out
     free(monkeypatch, 1.999 * size)
     with pytest.raises(UserError, match="NANOCHAT_BASE_DIR"):
-        log_needs(TUNING, MODEL, BATCH, 10, folder, keep, on_cpu())
+        log_needs(TUNING, MODEL, BATCH, 10, folder, keep, "auto", on_cpu())
 
 
 def test_a_known_card_takes_the_time_that_the_planner_predicts(base_folder, monkeypatch):

@@ -110,6 +110,17 @@ def test_a_command_does_not_take_back_what_an_earlier_one_left_out(corpus: Corpu
         clean(corpus, False, tmp_path, True)
 
 
+def test_other_evaluations_do_not_take_back_what_earlier_ones_left_out(corpus: Corpus, tmp_path: Path) -> None:
+    for folder, original in (("a/s", 0), ("b/t", 1)):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "test.jsonl").write_text(json.dumps({"q": ORIGINALS[original]}) + "\n")
+    clean(corpus, False, tmp_path / "a", True)
+    with pytest.raises(UserError, match="passages of s, which --check_against does not name now"):
+        clean(corpus, False, tmp_path / "b", True)
+    (tmp_path / "a" / "s").rename(tmp_path / "b" / "s")
+    assert set(clean(corpus, False, tmp_path / "b", True)["check_against"]) == {"s", "t"}
+
+
 def test_the_command_tokenises_what_is_left_and_takes_it_back(
     corpus: Corpus, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -246,6 +246,14 @@ def test_the_recipes_run_every_stage_with_flags_that_exist(
         assert all(f"--data {data} " in line for line in said if "preflight" in line or "base_train" in line)
 
 
+@pytest.mark.parametrize(("flags", "tag"), [([], "zh-d12"), (["--mix", PERSONA], "zh-d12-persona")])
+def test_the_chinese_recipe_measures_the_model_that_it_tuned(clone: Clone, flags: list[str], tag: str) -> None:
+    _, lines, _ = clone.run("chinese.sh", *flags, **CPU)
+    assert any("scripts.chat_sft" in line and f"--out_tag {tag} " in line for line in lines)
+    measured = [line for line in lines if "--source sft" in line or "-i sft" in line]
+    assert len(measured) == 2 and all(f"--model_tag {tag} " in line for line in measured)
+
+
 @pytest.mark.parametrize("script", ["chinese.sh", "runcpu.sh"])
 def test_a_recipe_says_what_it_needs_before_it_starts(clone: Clone, script: str) -> None:
     code, lines, _ = clone.run(script, "--plan", **CPU)

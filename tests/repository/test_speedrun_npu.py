@@ -284,6 +284,13 @@ def test_a_plan_starts_the_planner_and_nothing_else(clone: Clone) -> None:
     assert clone.calls.read_text().splitlines() == ["-m nanochat.planner --preset gpt2 --recipe ours"]
 
 
+def test_a_plan_of_another_model_or_corpus_is_refused(clone: Clone) -> None:
+    for flag in ("--family=qwen3", "--data=mine"):
+        code, out = clone.run("--preset=d12", "--plan", flag, script="speedrun.sh", NANOCHAT_DEVICE="cpu")
+        assert code == 2 and "--plan is for the GPT and the corpus of a preset" in out
+    assert clone.calls.read_text() == ""
+
+
 def test_a_recipe_is_refused_where_it_changes_nothing(clone: Clone) -> None:
     for flags in (
         ["--recipe", "theirs"],

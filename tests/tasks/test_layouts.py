@@ -260,6 +260,14 @@ def test_files_are_read_as_their_bytes_say(name: str, tmp_path: Path) -> None:
     assert [told(task[i]) for i in range(len(task))] == [YELLOW, YELLOW]
 
 
+def test_the_index_of_a_table_that_pandas_saved_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text(",question,answer\n0,one?,two\n")
+    record = {"question": "one?", "answer": "two", "__index_level_0__": 0}
+    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "mine.parquet")
+    for name in ("mine.csv", "mine.parquet"):
+        assert CustomJSON(tmp_path / name)[0].messages[-1].text == "two"
+
+
 def test_parquet_leaves_out_the_nulls_that_it_filled_in(tmp_path: Path) -> None:
     call = {"function": {"name": "get_time", "arguments": json.dumps({"city": "Oslo"})}}
     turns = [

@@ -84,6 +84,11 @@ def test_steps_overrule_flops_and_flops_overrule_tokens_per_parameter(flags: Sch
     assert flags.steps(10**6, 10**6, 10_000) == steps
 
 
+def test_a_run_for_flops_has_the_tokens_of_these_flops() -> None:
+    assert ScheduleFlags(target_flops=3e12).tokens(10**6, 10**6) == 3e6
+    assert ScheduleFlags(num_iterations=7).tokens(10**6, 10**6) == 12e6
+
+
 @pytest.mark.parametrize("stage", ["mid", "sft", "tune"])
 def test_the_warning_of_few_steps_names_a_flag_of_the_script(stage: str) -> None:
     flag = made(stage).batch.smaller_steps.rpartition("--")[2]

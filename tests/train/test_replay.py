@@ -161,6 +161,14 @@ def test_the_same_seed_samples_the_same_words(tmp_path: Path, monkeypatch: pytes
     assert first.key == again.key != other.key
 
 
+def test_rows_may_be_as_long_as_the_models_context(tmp_path: Path) -> None:
+    mixed(tmp_path)
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": LENGTH}))
+    _, rows = mixed(tmp_path)
+    assert rows.row_tokens == LENGTH + 1
+
+
 def test_a_model_larger_than_the_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mixed(tmp_path)
     base = open_base(tmp_path / "model", LENGTH, None, on_cpu(), 1)

@@ -1,5 +1,6 @@
 """What `auto` means, by depth, corpus, device and memory."""
 
+import contextlib
 import shutil
 from collections import namedtuple
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from nanochat import device
+from nanochat.checkpoint_manager.resume import Start
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
@@ -102,6 +104,11 @@ def test_the_context_follows_corpus_and_device_and_is_logged(
 def test_impossible_shapes_are_refused(given: dict[str, int], says: str) -> None:
     with pytest.raises(UserError, match=says):
         shape(**given)
+
+
+def test_an_automatic_context_stays_as_the_run_began_on_another_device() -> None:
+    assert sizes.model_config(ShapeFlags(4), 2048, UNKNOWN, CUDA).sequence_len == 2048
+    assert sizes.model_config(ShapeFlags(4), 2048, UNKNOWN, CUDA, begun_context=512).sequence_len == 512
 
 
 def split(total: Any, rows: Any, compute: Compute = CPU, passes: int | None = None, begun: int | None = None) -> Batch:
@@ -257,19 +264,32 @@ def test_the_disk_is_checked_before_the_first_step(
     assert ("will take up to 48.5 MB" in capsys.readouterr().err) == (says == "a warning")
 
 
-def test_checkpoints_that_will_be_replaced_count_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "step_000010").mkdir()
-    (tmp_path / "step_000010" / "model.safetensors").write_bytes(b"\0" * 24_240)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1e9, 1e9, 0))
-    sizes.check_disk(tmp_path, 1_000, 12_000, keep=1)
+@pytest.mark.parametrize(
+    ("free", "resume", "fits"),
+    [(13_000, "auto", True), (11_000, "auto", False), (13_000, 10, True), (13_000, 5, False), (23_000, "none", False)],
+)
+def test_checkpoints_that_a_run_replaces_count_as_held(
+    free: int, resume: Start, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("step_000010", "set-aside-20261130-000000/step_000020"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "model.safetensors").write_bytes(b"\0" * 12_120)
+        (tmp_path / name / "meta.json").write_text("{}")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1e9, 1e9, free))
+    with contextlib.nullcontext() if fits else pytest.raises(UserError, match="must be free"):
+        sizes.check_disk(tmp_path, 1_000, 12_000, 1, resume)
 
 
 def test_a_run_that_is_long_or_repeats_its_data_often_gets_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes.warn_of_time(3_599, CPU)
-    sizes.warn_of_time(216_000, CUDA)
+    sizes.warn_of_time(3_599, "base", CPU)
+    sizes.warn_of_time(216_000, "base", CUDA)
     assert not capsys.readouterr().err
-    sizes.warn_of_time(216_000, CPU)
-    assert "2 d 12 h" in capsys.readouterr().err
+    sizes.warn_of_time(216_000, "base", CPU)
+    said = capsys.readouterr().err
+    assert "2 d 12 h" in said and "--num_iterations, or a smaller --depth" in said
+    sizes.warn_of_time(216_000, "sft", CPU)
+    said = capsys.readouterr().err
+    assert "--num_iterations" in said and "--depth" not in said, "SFT has no such flag"
     sizes.tell_epochs("mine", rows=1000, row_tokens=64, steps=400, rows_per_step=10)
     said = capsys.readouterr()
     assert said.out == "data: mine, 1,000 rows of 64 tokens, 4.00 epochs\n" and not said.err

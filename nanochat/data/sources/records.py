@@ -24,6 +24,8 @@ from nanochat.data.sources.listing import ending
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".csv.gz", ".parquet")
 SHOWN = 5  # how many bad lines a message shows
 _PARQUET = b"PAR1"
+# The columns in which pandas saves the index of a table, as CSV and as parquet. They hold no data.
+_INDEX = ("", "__index_level_0__")
 _WRAPPER = "data"  # the key under which a file that is one object holds its records
 _ABOUT = ("version", "name", "description", "license", "info", "metadata", "total", "count")
 
@@ -83,7 +85,8 @@ def _rows(path: Path) -> Iterator[Entry]:
             for batch in file.iter_batches(batch_size=1_000):
                 for row in batch.to_pylist():
                     number += 1
-                    yield Entry(tr("row {number}", number=number), without_nulls(row))
+                    record = _without_index(without_nulls(row))
+                    yield Entry(tr("row {number}", number=number), record)
     except (pa.ArrowException, OSError) as failure:
         raise UserError(
             tr(
@@ -105,19 +108,23 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
+def _without_index(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in _INDEX}
+
+
 def _table(path: Path) -> Iterator[Entry]:
     """Yield the rows of a CSV file, which begins with the names of its columns."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    reader = csv.DictReader(_checked(path), restkey="", strict=True)
+    reader = csv.DictReader(_checked(path), strict=True)
     try:
         for row in reader:
             place = tr("line {number}", number=reader.line_num)
-            if "" in row or None in row.values():
+            if None in row or None in row.values():  # too many cells or too few
                 yield Entry(
                     place, problem=tr("it needs {cells} cells", cells=len(reader.fieldnames or ()))
                 )
             else:
-                yield Entry(place, row)
+                yield Entry(place, _without_index(row))
     except csv.Error as failure:
         raise UserError(
             tr(

@@ -71,6 +71,7 @@ def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name, content, me
         ("a.json", json.dumps([{"text": "one"}, {"text": "two"}], indent=1)),
         ("a.JSON", json.dumps({"data": [{"text": "one"}, {"text": "two"}]})),
         ("a.csv", "id,text\n1,one\n2,two\n"),
+        ("a.csv", ",text\n0,one\n1,two\n"),  # as pandas writes it
         ("a.TXT", "one\n<|endoftext|>\ntwo\n"),
         ("a.txt.gz", gzip.compress(b"one\n<|endoftext|>\ntwo\n", mtime=0)),
         ("a.txt", "one\n<|endoftext|>\ntwo\n".encode("utf-16")),
