@@ -88,7 +88,7 @@ def helps(root: Path = ROOT) -> dict[str, str]:
         fields = [field for field in classes[name].body if isinstance(field, ast.AnnAssign)]
         kinds = [*classes[name].bases, *(field.annotation for field in fields)]
         words = {getattr(word, "id", "") for kind in kinds for word in ast.walk(kind)}
-        places += [(file, word) for word in words & {*classes} - {name}]
+        places += [(file, word) for word in sorted(words & {*classes} - {name})]
         for node in trees[file].body:
             if isinstance(node, ast.ImportFrom) and node.module:
                 module = f"{node.module.replace('.', '/')}.py"
