@@ -96,15 +96,23 @@ import sys
 from nanochat.common import language
 
 lines = [json.loads(line) for line in open(sys.argv[1], encoding="utf-8")]
-general = [line["general_perplexity"] for line in lines if "general_perplexity" in line]
-first, last = lines[1]["loss"], lines[-1]["loss"]
-before, now = general[0], general[-1]
-if language() == "zh":
-    print(f"学到的：回答的损失从 {first:.2f} 降到 {last:.2f}")
-    print(f"忘掉的：通用文本的困惑度从 {before:.2f} 变为 {now:.2f}")
-else:
-    print(f"learned: the loss of its answers fell from {first:.2f} to {last:.2f}")
-    print(f"forgotten: the perplexity of general text was {before:.2f} before and is {now:.2f} now")
+losses = [line["data_loss"] for line in lines if "data_loss" in line]
+losses = losses or [line["loss"] for line in lines if "loss" in line]  # no rows of the model's own words
+general = [line["general_perplexity"] for line in lines if "general_perplexity" in line]  # none with --eval_every=0
+chinese = language() == "zh"
+first, last = losses[0], losses[-1]
+print(
+    f"学到的：回答的损失从 {first:.2f} 降到 {last:.2f}"
+    if chinese
+    else f"learned: the loss of its answers fell from {first:.2f} to {last:.2f}"
+)
+if general:
+    before, now = general[0], general[-1]
+    print(
+        f"忘掉的：通用文本的困惑度从 {before:.2f} 变为 {now:.2f}"
+        if chinese
+        else f"forgotten: the perplexity of general text was {before:.2f} before and is {now:.2f} now"
+    )
 PYTHON
 echo
 tell "Chat with it, in English:" "用英文和它聊天："

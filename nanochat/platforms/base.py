@@ -346,7 +346,10 @@ class Platform:
     def explain(self, failure: RuntimeError) -> str:
         """Return what a known error means and what the user can do, or "" for an unknown error."""
         if isinstance(failure, torch.OutOfMemoryError):
-            return "out of memory. Free the device, or take a smaller --depth, --device_batch_size or --max_seq_len"
+            return tr(
+                "out of memory. Free the device, or take a smaller model, fewer rows a pass "
+                "(--device_batch_size) or shorter rows"
+            )
         return ""
 
     def tracer(self, folder: Path, name: str, steps: int) -> Tracer | None:

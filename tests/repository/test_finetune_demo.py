@@ -69,6 +69,14 @@ def test_the_demo_shows_answers_before_and_after_and_does_nothing_twice(tmp_path
     assert first[first.index("== after") :] == again[again.index("== after") :]
 
 
+def test_without_validations_the_demo_says_only_what_was_learned(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    write_folder(tmp_path / "tiny", "qwen3")
+    flags = ("--num_iterations=2", "--replay_every=0", "--eval_every=0", "--no_compile")
+    said = demo(tmp_path, "--model", str(tmp_path / "tiny"), *flags)
+    assert "learned: the loss of its answers fell from" in said and "forgotten" not in said
+
+
 def test_the_questions_are_not_in_the_data() -> None:
     asked = SCRIPT.read_text().split('for question in "')[1].split('"; do')[0].split('" "')
     trained = {json.loads(line)["messages"][0]["content"] for line in DATA.read_text().splitlines()}

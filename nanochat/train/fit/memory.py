@@ -62,9 +62,8 @@ def advice(rows: int, rows_of_rank: int) -> UserError:
         )
     return UserError(
         tr(
-            "out of memory in a pass of one row. Take --shard=full or more devices, or a model "
-            "with a smaller --depth "
-            "or --max_seq_len."
+            "out of memory in a pass of one row. Take --shard=full or more devices, a smaller "
+            "model, or shorter rows: --max_seq_len in pretraining, --max_length in fine-tuning."
         )
     )
 

@@ -104,7 +104,7 @@ def largest(
                 tr(
                     "one row takes {taken}, but only {budget} of this device may be taken: "
                     "its memory may be in use by another process. Free it, or take "
-                    "--shard=full, more devices, or a smaller --depth.",
+                    "--shard=full, more devices, or a smaller model.",
                     taken=_gib(peak_bytes),
                     budget=_gib(budget),
                 )
