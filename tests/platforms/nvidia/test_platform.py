@@ -83,7 +83,7 @@ def test_memory_that_runs_out_anywhere_is_named(monkeypatch: pytest.MonkeyPatch)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
 
     with pytest.raises(
-        UserError, match=r"^out of memory. .* smaller --depth.* It said: CUDA out of memory. Tried .*GiB$"
+        UserError, match=r"^out of memory. .* smaller model.* It said: CUDA out of memory. Tried .*GiB$"
     ):
         device.with_compute(work)(SimpleNamespace(device_type="cuda"))
 

@@ -48,7 +48,7 @@ def test_the_next_value_divides_a_ranks_rows(rows: int, of: int, next_one: int) 
 def test_a_pass_of_one_row_is_told_what_else_helps() -> None:
     said = str(memory.advice(1, 16))
     assert "--device_batch_size" not in said
-    assert "--shard=full" in said and "--depth" in said and "--max_seq_len" in said
+    assert "--shard=full" in said and "--max_length" in said and "--max_seq_len" in said and "--depth" not in said
 
 
 def fake_card(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
