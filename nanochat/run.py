@@ -36,11 +36,10 @@ from nanochat.checkpoint_manager.locate import Parent, checkpoint_dir, find_pare
 from nanochat.checkpoint_manager.parts.background import Saver
 from nanochat.checkpoint_manager.resume import (
     Resumed,
-    begun_context,
+    begun_sizes,
     finished,
     hold,
     resume_stage,
-    rows_per_step,
 )
 from nanochat.checkpoint_manager.same_run import OLD_FLAGS, RunSettings
 from nanochat.checkpoint_manager.save import refuse_parts_of_adapter
@@ -115,9 +114,7 @@ def open_folder(
     is_reported = report is None or report.has_training_section(stage, tag)
     if finished(path, settings, compute, is_reported, flags.resume):
         raise AlreadyDone
-    begun_rows = rows_per_step(path, flags.resume, compute)
-    context = begun_context(path, flags.resume, compute)
-    return RunFolder(stage, tag, path, settings, begun_rows, context)
+    return RunFolder(stage, tag, path, settings, *begun_sizes(path, flags.resume, compute))
 
 
 def parent_of(

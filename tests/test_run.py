@@ -13,7 +13,7 @@ import pytest
 from nanochat import device
 from nanochat.checkpoint_manager import resume
 from nanochat.checkpoint_manager.files import read_meta, step_dir, steps, write_meta
-from nanochat.checkpoint_manager.resume import begun_context, rows_per_step
+from nanochat.checkpoint_manager.resume import begun_sizes
 from nanochat.checkpoint_manager.same_run import free_flags
 from nanochat.common import UserError
 from nanochat.optim import Rates
@@ -146,10 +146,10 @@ def test_a_run_resumes_only_with_as_many_steps_and_rows_as_it_began_with(base_fo
     stage = begun(8, stop_at=2)
     go(stage)
     before = sorted(base_folder.rglob("*"))
-    assert rows_per_step(stage.folder.path, "auto", on_cpu()) == rows_per_step(stage.folder.path, 2, on_cpu()) == 4
-    assert rows_per_step(stage.folder.path, "none", on_cpu()) is rows_per_step(stage.folder.path, 1, on_cpu()) is None
-    assert begun_context(stage.folder.path, "auto", on_cpu()) == stage.model.config.sequence_len
-    assert begun_context(stage.folder.path, "none", on_cpu()) is None
+    assert begun_sizes(stage.folder.path, "auto", on_cpu())[0] == begun_sizes(stage.folder.path, 2, on_cpu())[0] == 4
+    assert begun_sizes(stage.folder.path, "none", on_cpu())[0] is begun_sizes(stage.folder.path, 1, on_cpu())[0] is None
+    assert begun_sizes(stage.folder.path, "auto", on_cpu())[1] == stage.model.config.sequence_len
+    assert begun_sizes(stage.folder.path, "none", on_cpu())[1] is None
     with pytest.raises(UserError, match=r"begun with 8 steps of 4 rows .* would make 9 steps of 4"):
         begun(9)
     with pytest.raises(UserError, match=r"begun with 8 steps of 4 rows .* would make 8 steps of 6"):
@@ -158,7 +158,7 @@ def test_a_run_resumes_only_with_as_many_steps_and_rows_as_it_began_with(base_fo
     meta = read_meta(stage.folder.path, 2)
     del meta["sha256"], meta["state"]["row"]  # as early versions wrote it
     write_meta(step_dir(stage.folder.path, 2), meta)
-    assert rows_per_step(stage.folder.path, "auto", on_cpu()) is None
+    assert begun_sizes(stage.folder.path, "auto", on_cpu())[0] is None
     assert begun(8, items=6).step == 2
 
 

@@ -122,27 +122,21 @@ def _begun_step(folder: Path, start: Start, compute: Compute) -> int:
     return parallel.agree(readable_step, compute)
 
 
-def rows_per_step(folder: Path, start: Start, compute: Compute) -> int | None:
-    """Return how many rows each step has in the run that will resume, or None if that is unknown.
+def begun_sizes(folder: Path, start: Start, compute: Compute) -> tuple[int | None, int | None]:
+    """Return the rows of each step and the context in tokens of the run that will resume.
 
-    All ranks get the same result. A resumed run must keep its batch size, although an automatic
-    batch size depends on the number of ranks.
+    Each is None if it is unknown. All ranks get the same result. A resumed run must keep both,
+    although an automatic batch size depends on the number of ranks, and an automatic context on the
+    kind of device.
     """
     step = _begun_step(folder, start, compute)
     if not step:
-        return None
-    rows_done = read_meta(folder, step)["state"].get("row", 0)
-    return rows_done // step or None if type(rows_done) is int else None
-
-
-def begun_context(folder: Path, start: Start, compute: Compute) -> int | None:
-    """Return the context in tokens of the model whose run will resume, or None if it is unknown.
-
-    A resumed run must keep it, although an automatic context depends on the kind of device.
-    """
-    step = _begun_step(folder, start, compute)
-    context = read_meta(folder, step)["model"].get("sequence_len") if step else None
-    return context if type(context) is int else None
+        return None, None
+    meta = read_meta(folder, step)
+    rows_done = meta["state"].get("row", 0)
+    rows = rows_done // step or None if type(rows_done) is int else None
+    context = meta["model"].get("sequence_len")
+    return rows, context if type(context) is int else None
 
 
 def begun_settings(folder: Path, start: Start, compute: Compute) -> dict[str, Any]:

@@ -21,7 +21,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 _MARK = re.compile(f"{OPEN_MARK}(\\d+){CLOSE_MARK}")
 # The marks around thoughts, of families of models.
 THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-OPENING = "<think>\n"  # begins thoughts
+OPENING = f"{THOUGHT_MARKS[0][0]}\n"  # begins thoughts
 # One call of a function, for a question to a template.
 PROBE_TOOL = {"type": "function", "function": {"name": "a_tool", "parameters": {"type": "object"}}}
 
