@@ -27,7 +27,7 @@ def test_a_step_that_ranks_cannot_share_is_refused(
     up_to(stage, alone, base_folder)
     monkeypatch.setattr(fingerprint, "check_start", lambda *_: None)
     monkeypatch.setattr("nanochat.run.finished", lambda *_: False)
-    monkeypatch.setattr("nanochat.run.rows_per_step", lambda *_: None)
+    monkeypatch.setattr("nanochat.run.begun_sizes", lambda *_: (None, None))
     with pytest.raises(UserError, match=f"^{flag} must be a multiple of the 3 ranks, got 8") as refused:
         run_stage(stage, on_cpu(0, 3), **{flag: 8})
     assert refused.value.exit_code == 2
