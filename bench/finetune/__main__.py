@@ -5,7 +5,7 @@ python -m bench.finetune --against transformers       # minutes; needs transform
 python -m bench.finetune --against matmuls --shapes qwen3-moe --modes lora
 
 What is compared: a step of an adapter and a step of the whole model, in small Qwen3 (dense and with
-experts) and Qwen3.5 shapes with random weights, on random tokens. The side "matmuls" computes
+experts) and Qwen3.5 shapes and the shape of SmolLM2-135M, with random weights, on random tokens. The side "matmuls" computes
 nothing but the matrix products of such a step (bench/finetune/matmuls.py), so that our speed beside
 its speed is the share of our step that they take. How: every side is a process of its own; the
 sides of a row take turns, one step each, so that a busy machine slows them equally. The median step
@@ -35,9 +35,10 @@ from bench.processes import (
 from bench.training import QWEN3
 from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.common import log, run
+from nanochat.models.llama import LlamaConfig
 from nanochat.models.qwen.config import QwenConfig
 
-Shape = Literal["qwen3", "qwen3-moe", "qwen3.5"]
+Shape = Literal["qwen3", "qwen3-moe", "qwen3.5", "smollm2"]
 Mode = Literal["lora", "full"]
 RANKS: dict[Mode, int] = {"lora": 8, "full": 0}
 BATCH = (4, 512)  # rows of a step, and tokens of a row
@@ -64,6 +65,17 @@ SHAPES: dict[Shape, QwenConfig] = {
         delta_key_heads=8,
         delta_value_heads=8,
         rope_theta=10_000_000.0,
+    ),
+    "smollm2": LlamaConfig(  # SmolLM2-135M
+        vocab_size=49_152,
+        n_layer=30,
+        n_embd=576,
+        n_head=9,
+        n_kv_head=3,
+        head_dim=64,
+        n_hidden=1536,
+        rope_theta=100_000.0,
+        norm_eps=1e-5,
     ),
 }
 SMALL = {"n_layer": 4, "n_embd": 256, "n_hidden": 768, "vocab_size": 4096}

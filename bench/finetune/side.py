@@ -19,6 +19,15 @@ RATE = 1e-4
 ALPHA = 16
 
 
+def shape_of(task: dict[str, Any]) -> Any:  # a QwenConfig
+    """Return the shape of the model that is fine-tuned."""
+    from nanochat.models.llama import LlamaConfig
+    from nanochat.models.qwen.config import QwenConfig
+
+    kind = LlamaConfig if task["published"]["model_type"] == "llama" else QwenConfig
+    return kind(**task["shape"])
+
+
 def ours(task: dict[str, Any]) -> tuple[Step, int]:
     """Return a step with the calls that scripts.finetune makes, and the number of parameters."""
     from bench.training import Trainer, random_model
@@ -26,12 +35,10 @@ def ours(task: dict[str, Any]) -> tuple[Step, int]:
     from nanochat.checkpoint_manager.families import cast_matrices
     from nanochat.context import Packed
     from nanochat.models.lora import LoraConfig, add_adapters, init_adapters
-    from nanochat.models.qwen.config import QwenConfig
     from nanochat.optim import OneRate
 
     compute = device.compute_init("cpu")
-    shape = QwenConfig(**task["shape"])
-    model = random_model(shape, compute)
+    model = random_model(shape_of(task), compute)
     if task["rank"]:
         cast_matrices(model, compute.dtype)
         adapters = LoraConfig(task["rank"], ALPHA)
@@ -102,11 +109,10 @@ def matmuls(task: dict[str, Any]) -> tuple[Step, int]:
     """Return a step that only multiplies, with as many products as a step of ours needs."""
     from bench.finetune.matmuls import multiplier
     from nanochat.models.lora import LoraConfig, add_adapters
-    from nanochat.models.qwen.config import QwenConfig
     from nanochat.models.qwen.model import Qwen
 
     with torch.device("meta"):
-        model = Qwen(QwenConfig(**task["shape"]))
+        model = Qwen(shape_of(task))
     if task["rank"]:
         add_adapters(model, LoraConfig(task["rank"], ALPHA))
     multiply = multiplier(model, task["batch"], getattr(torch, task["dtype"]))
