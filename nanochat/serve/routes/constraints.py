@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from nanochat.generate.sampling import Sampling
 from nanochat.generate.schema.grammar import MOST_BYTES
+from nanochat.serve.formats.listed_calls import LISTED
 from nanochat.serve.formats.marked_calls import CLOSE, OPEN
 from nanochat.serve.formats.values import object_schema
 from nanochat.serve.formats.xml_calls import END, FUNCTION, PARAMETER
@@ -72,7 +73,7 @@ def _answer_rules(form: Form, names: Sequence[str], schema: str | None) -> list[
     rules = []
     if names:
         kinds.append("calls")
-        rules += _call_rules(form.tools, names, form.calls == "xml")
+        rules += _call_rules(form.tools, names, form.calls)
     if not form.tools.forced:
         kinds.append("text")
         text = TEXT if schema is None else _json(json.loads(schema), COMPACT)
@@ -90,10 +91,12 @@ def _thought_rules(opening: str, closing: str, max_thought: int | None) -> list[
     return [think, f"thought[suffix={_quoted(closing)}{budget}]: {TEXT}"]
 
 
-def _call_rules(tools: Tools, names: Sequence[str], is_xml: bool) -> list[str]:
+def _call_rules(tools: Tools, names: Sequence[str], form: str | None) -> list[str]:
     """Return the rules of one call of these functions or, where the client allows, of several."""
+    if form in ("list", "args"):
+        return _listed_rules(tools, names, form == "list")
     rules = [r'calls: call ("\n" call)*' if tools.parallel else "calls: call"]
-    if not is_xml:
+    if form != "xml":
         schema = json.loads(tools.call_schema(names))
         return [
             *rules,
@@ -107,6 +110,25 @@ def _call_rules(tools: Tools, names: Sequence[str], is_xml: bool) -> list[str]:
     for rule, name in zip(functions, names, strict=True):
         rules += _xml_rules(rule, name, tools.parameters[name])
     return rules
+
+
+def _listed_rules(tools: Tools, names: Sequence[str], is_list: bool) -> list[str]:
+    """Return the rules of calls in one list, or of calls that each have a mark and their name."""
+    mark = _quoted(LISTED)
+    if is_list:
+        more = ' (", " call)*' if tools.parallel else ""
+        schema = json.loads(tools.call_schema(names))
+        return [f'calls: {mark} " "? "[" call{more} "]"', f"call: {_json(schema, SPACED)}"]
+    rules = ["calls: call+" if tools.parallel else "calls: call"]
+    functions = []
+    for number, schema in enumerate(standalone(tools.parameters)[name] for name in names):
+        functions.append(f"{_quoted(names[number])} id? {_quoted('[ARGS]')} arguments_{number}")
+        rules.append(f"arguments_{number}: {_json(schema, SPACED)}")
+    return [
+        *rules,
+        f"call: {mark} ({' | '.join(functions)})",
+        f"id: {_quoted('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/",
+    ]
 
 
 def _xml_rules(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
