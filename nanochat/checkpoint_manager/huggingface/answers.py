@@ -24,7 +24,14 @@ _MARK = re.compile(f"{OPEN_MARK}(\\d+){CLOSE_MARK}")
 THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 OPENING = f"{THOUGHT_MARKS[0][0]}\n"  # begins thoughts
 # A function, and a chat with a call of it and the result, for questions to a template.
-PROBE_TOOL = {"type": "function", "function": {"name": "a_tool", "parameters": {"type": "object"}}}
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "a_tool",
+        "description": "D",
+        "parameters": {"type": "object", "properties": {"a_key": {"type": "string"}}},
+    },
+}
 PROBE_CALL = {"id": "call_1", "type": "function", "function": {"name": "a_tool", "arguments": {}}}
 PROBE_CHAT = (
     {"role": "user", "content": "Q"},
@@ -168,14 +175,15 @@ def spans(
     opening: str,
     stops: Collection[str],
     own_beginnings: Sequence[str] = (),
+    call_beginning: str = "",
 ) -> list[Span]:
     """Return what is trained in a rendered text, from the text with marks.
 
     `opening` is what a template writes before a reply, and `stops` are the special tokens that end
     one. A message of words alone begins with its words, or with one of `own_beginnings` in front of
-    them, which the model has to write, and so does one with calls where there is no opening. Any
-    other message begins after the opening, as far as the template writes it, and after an empty
-    thought. Raises UserError if the beginning or the end of a message cannot be found.
+    them, which the model has to write; one with calls and no opening, with `call_beginning` or its
+    words. Any other message begins after the opening, as far as the template writes it, and after
+    an empty thought. Raises UserError if the beginning or the end of a message cannot be found.
     """
     text = without_marks(marked_text)
     first: dict[int, int] = {}
@@ -196,9 +204,11 @@ def spans(
         if fields and (opening or "reasoning_content" in fields):
             start = _start(text, begin, opening)
         else:
-            owns = [own for own in own_beginnings if text.endswith(own, 0, begin)]
-            start = begin - max(map(len, owns), default=0)
             names = [call["function"]["name"] for call in fields.get("tool_calls", ())]
+            owns = [call_beginning] if names else own_beginnings
+            start = begin - max(
+                (len(own) for own in owns if text.endswith(own, 0, begin)), default=0
+            )
             if start == begin and names and text.startswith(names[0], begin):
                 raise no_opening()
         spans.append(Span(start, end.end()))

@@ -581,15 +581,15 @@ class FolderTokenizer:
     def _own_beginnings(self) -> tuple[str, ...]:
         """What templates write before words of the assistant, and the model has to write itself."""
         opens_thoughts = self._opening.endswith(answers.OPENING)
-        owns = (self._own_space,) if opens_thoughts else (self._own_space, answers.OPENING)
-        return owns if self._opening else (*owns, self._call_beginning)
+        return (self._own_space,) if opens_thoughts else (self._own_space, answers.OPENING)
 
     @cached_property
     def _call_beginning(self) -> str:
-        """What the chat template writes between a prompt and the name of a call."""
+        """What the chat template writes between a prompt and a call's name, or an empty text."""
         prompt = self._tried(answers.PROBE_CHAT[:1], reply=True)
         text = self._tried(answers.PROBE_CHAT[:2], reply=False)
-        return text.removeprefix(prompt).partition("a_tool")[0]
+        beginning, name, _ = text.removeprefix(prompt).partition("a_tool")
+        return beginning if name and text.startswith(prompt) else ""
 
     @cached_property
     def _writes_thoughts(self) -> bool:
@@ -622,7 +622,12 @@ class FolderTokenizer:
             )
         stops = [text for text, token in self._specials.items() if token in self.stops]
         spans = answers.spans(
-            marked_text, conversation.messages, self._opening, stops, self._own_beginnings
+            marked_text,
+            conversation.messages,
+            self._opening,
+            stops,
+            self._own_beginnings,
+            self._call_beginning,
         )
         if marked != plain and not spans:
             raise answers.silent_template(self.folder)
