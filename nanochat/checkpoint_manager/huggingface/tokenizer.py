@@ -5,7 +5,6 @@ The tokenizer is read from tokenizer.json. The chat template turns conversations
 
 import json
 import re
-import reprlib
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -25,7 +24,12 @@ from nanochat.checkpoint_manager.huggingface.generation import (
 )
 from nanochat.checkpoint_manager.huggingface.quantised import drop_setting
 from nanochat.checkpoint_manager.huggingface.spm import Segment
-from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, Messages, chatml
+from nanochat.checkpoint_manager.huggingface.template import (
+    ChatTemplate,
+    Messages,
+    chatml,
+    read_source,
+)
 from nanochat.checkpoint_manager.huggingface.vocabulary import read_vocabulary
 from nanochat.common import UserError, fsync_path, sha256_of, tr
 from nanochat.data.bpe import letters_for_bytes
@@ -190,28 +194,7 @@ class FolderTokenizer:
 
         Raises UserError if the template cannot be read.
         """
-        path = self.folder / "chat_template.jinja"
-        try:
-            source = path.read_text(encoding="utf-8") if path.is_file() else None
-            if not source:
-                path = self.folder / "tokenizer_config.json"
-                source = read_object(self.folder / path.name).get("chat_template")
-            if isinstance(source, list):  # several templates, of which the default is for chats
-                templates = {item["name"]: item["template"] for item in source}
-                source = templates.get("default")
-            if source is not None and not isinstance(source, str):
-                raise TypeError(tr("it is {value}, expected a text", value=reprlib.repr(source)))
-        except (UnicodeDecodeError, KeyError, TypeError) as failure:
-            reason = f"{type(failure).__name__}: {failure}"
-            raise UserError(
-                tr(
-                    "the chat template in {path} cannot be read ({reason}). Copy the model "
-                    "again from its source",
-                    path=path,
-                    reason=reason,
-                )
-            ) from failure
-        return source or None
+        return read_source(self.folder)
 
     @cached_property
     def chat_hash(self) -> str:
@@ -565,8 +548,13 @@ class FolderTokenizer:
 
         Such white space, as in the template of Llama 2, is part of what the model has to write.
         """
-        stops = [re.escape(text) for text, token in self._specials.items() if token in self.stops]
-        return re.compile(f"{END}(\\s+)(?={'|'.join(stops) or '(?!)'})")
+        ends = "|".join(map(re.escape, self._ends)) or "(?!)"
+        return re.compile(f"{END}(\\s+)(?={ends})")
+
+    @cached_property
+    def _ends(self) -> list[str]:
+        """The spellings of the special tokens that end a reply."""
+        return [text for text, token in self._specials.items() if token in self.stops]
 
     @cached_property
     def _own_space(self) -> str:
@@ -620,12 +608,11 @@ class FolderTokenizer:
                     folder=self.folder,
                 )
             )
-        stops = [text for text, token in self._specials.items() if token in self.stops]
         spans = answers.spans(
             marked_text,
             conversation.messages,
             self._opening,
-            stops,
+            self._ends,
             self._own_beginnings,
             self._call_beginning,
         )

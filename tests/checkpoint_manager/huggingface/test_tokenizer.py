@@ -159,6 +159,8 @@ LAST_ONLY = (
         (None, (True, False)),  # ChatML
         (THINKING, (True, False)),
         (TOOLS + NAMES, (True, True)),
+        # Hermes 3's template goes through the parameters.
+        (TOOLS.replace("}}", "}}{{ tool.function.parameters.properties | items | list }}", 1) + NAMES, (True, True)),
         (NO_SYSTEM, (False, False)),
         (LAST_ONLY, (False, False)),
         ("{% for message in messages[-1:] %}{{ message.content }}{% endfor %}" + TOOLS, (False, True)),  # leaves it out
