@@ -449,10 +449,12 @@ class FolderTokenizer:
     @cached_property
     def _needs_short_ids(self) -> bool:
         """Whether the chat template refuses calls with IDs of any length, as Mistral's do."""
+        assert self.template is not None
         try:
-            return not (self.template and self.template.render(answers.PROBE_CHAT, reply=False))
+            self.template.render(answers.PROBE_CHAT, reply=False)
         except UserError:
             return True
+        return False
 
     @cached_property
     def _replaced(self) -> list[str]:

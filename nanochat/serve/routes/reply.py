@@ -4,7 +4,7 @@ The tokens spell Parts. A client gets Pieces, and may send back what Reply.parts
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanochat.data.conversation import Part
@@ -45,6 +45,7 @@ class Form:
     opened: bool = False  # whether the prompt has opened the thought
     closed: bool = False  # whether the prompt has closed it, so that the reply has none
     strips_space: bool = False  # whether a space at the beginning of the reply is left out
+    specials: Mapping[str, int] = field(default_factory=dict)  # special tokens, by their spelling
 
 
 def form_of(
@@ -54,7 +55,7 @@ def form_of(
 ) -> Form:
     """Return the form of a reply to a prompt, by what the model's template writes."""
     thoughts = thought_state(prompt, tokenizer)
-    return Form(tools, tokenizer.call_format, *thoughts, tokenizer.strips_space)
+    return Form(tools, tokenizer.call_format, *thoughts, tokenizer.strips_space, tokenizer.specials)
 
 
 class Reply:

@@ -92,6 +92,19 @@ def test_a_forced_call_is_one_of_the_functions_with_arguments_of_its_schema(call
     assert refused_at(call("clock"), Form(tools(tool_choice={"function": {"name": "weather"}}), calls)) is not None
 
 
+@pytest.mark.parametrize(
+    ("calls", "mark"),
+    [("json", "<tool_call>"), ("xml", "<tool_call>"), ("list", "[TOOL_CALLS]"), ("args", "[TOOL_CALLS]")],
+)
+def test_a_call_begins_with_the_special_token_of_its_mark(calls: str, mark: str) -> None:
+    """The letters of Mistral's mark would be other tokens, which its models never write."""
+    tokenizer = tiny_tokenizer()
+    token = tokenizer.special("user_start")
+    schema = grammar(Form(tools(), calls, specials={mark: token}))
+    allowed = Schemas(tokenizer).grammar(schema or "").allowed()
+    assert int.from_bytes(allowed, "little") == 1 << token
+
+
 FIVE = {"enum": [5]}
 # name -> a function's parameters, and an argument `a` that they allow; (6) is none
 REFERENCES: dict[str, tuple[dict[str, Any], Any]] = {
