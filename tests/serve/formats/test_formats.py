@@ -249,6 +249,12 @@ def test_calls_follow_a_thought_in_which_calls_are_thoughts(form: str, call: str
     assert calls(pieces) == [f"I call {call}.", ("weather", '{"city": "Paris"}')]
 
 
+def test_words_after_the_mark_of_calls_are_passed_on_before_the_reply_ends() -> None:
+    assert Reply(Form(TOOLS, "list")).add([Part("text", f"[TOOL_CALLS]{'猫' * 65}")]) == [
+        Words(f"[TOOL_CALLS]{'猫' * 65}")
+    ]
+
+
 def test_a_reply_that_may_have_one_call_ends_with_it() -> None:
     assert calls(everywhere(Form(replace(TOOLS, parallel=False)), f"{PARIS}{PARIS} x")) == [
         ("weather", '{"city": "Paris"}')
