@@ -46,6 +46,7 @@ CALL_FORMATS = {
     "list": re.compile(r'\[TOOL_CALLS\] ?\[\{"name": "a_tool", "arguments": '),
     "args": re.compile(r"\[TOOL_CALLS\]a_tool\[(CALL_ID|ARGS)\]"),
 }
+# An empty thought, whose opening mark the prompt may hold.
 _EMPTY_THOUGHT = re.compile(r"(<think>)?\s*</think>\s*")
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 
