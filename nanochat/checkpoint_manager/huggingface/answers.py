@@ -8,6 +8,7 @@ begins after the words that open a reply, and ends with the token that ends it.
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,32 @@ _MARK = re.compile(f"{OPEN_MARK}(\\d+){CLOSE_MARK}")
 # The marks around thoughts, of families of models.
 THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 OPENING = f"{THOUGHT_MARKS[0][0]}\n"  # begins thoughts
-# One call of a function, for a question to a template.
-PROBE_TOOL = {"type": "function", "function": {"name": "a_tool", "parameters": {"type": "object"}}}
+# A function, and a chat with a call of it and the result, for questions to a template.
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "a_tool",
+        "description": "D",
+        "parameters": {"type": "object", "properties": {"a_key": {"type": "string"}}},
+    },
+}
+PROBE_CALL = {"id": "call_1", "type": "function", "function": {"name": "a_tool", "arguments": {}}}
+PROBE_CHAT = (
+    {"role": "user", "content": "Q"},
+    {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]},
+    {"role": "tool", "content": "a_result", "tool_call_id": "call_1"},
+)
+# The forms of calls that the server reads, and how a call of a_tool begins in each: "json" and "xml" are
+# Hermes' and Qwen3-Coder's, "list" and "args" are Mistral's.
+CALL_FORMATS = {
+    "xml": re.compile(r"<tool_call>\s*<function=a_tool>"),
+    "json": re.compile("<tool_call>"),
+    "list": re.compile(r'\[TOOL_CALLS\] ?\[\{"name": "a_tool", "arguments": '),
+    "args": re.compile(r"\[TOOL_CALLS\]a_tool\[(CALL_ID|ARGS)\]"),
+}
+# An empty thought, whose opening mark the prompt may hold.
+_EMPTY_THOUGHT = re.compile(r"(<think>)?\s*</think>\s*")
+_SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 
 
 @dataclass(frozen=True)
@@ -45,6 +70,39 @@ def without_system(conversation: Conversation) -> Conversation:
     merged = user(f"{turns[0].text}\n\n{turns[1].text}")
     prompt_turns = max(conversation.prompt_turns - 1, 0)
     return replace(conversation, messages=(merged, *turns[2:]), prompt_turns=prompt_turns)
+
+
+def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages for a template in which all calls and results have IDs of nine characters.
+
+    The characters are letters and digits. The same other ID always becomes the same short one. A
+    result without an ID gets that of the first call that has no result.
+    """
+    changed_messages = []
+    open_calls: list[str] = []  # the IDs of calls that have no result yet
+    for i, message in enumerate(messages):
+        changed = dict(message)
+        if message.get("tool_calls"):
+            changed["tool_calls"] = [
+                {**call, "id": _short_id(call.get("id") or f"call {number} of message {i}")}
+                for number, call in enumerate(message["tool_calls"])
+            ]
+            open_calls = [call["id"] for call in changed["tool_calls"]]
+        elif message["role"] == "tool":
+            call_id = message.get("tool_call_id") or next(iter(open_calls), "")
+            changed["tool_call_id"] = _short_id(str(call_id))
+            open_calls = [call for call in open_calls if call != changed["tool_call_id"]]
+        changed_messages.append(changed)
+    return changed_messages
+
+
+def call_format(written: str) -> str | None:
+    """Return the form in which PROBE_CALL is written in a rendered text, or None for another one."""
+    return next((form for form, call in CALL_FORMATS.items() if call.search(written)), None)
+
+
+def _short_id(call_id: str) -> str:
+    return call_id if _SHORT_ID.fullmatch(call_id) else sha256(call_id.encode()).hexdigest()[:9]
 
 
 def mark(index: int) -> str:
@@ -118,13 +176,15 @@ def spans(
     opening: str,
     stops: Collection[str],
     own_beginnings: Sequence[str] = (),
+    call_beginning: str = "",
 ) -> list[Span]:
     """Return what is trained in a rendered text, from the text with marks.
 
     `opening` is what a template writes before a reply, and `stops` are the special tokens that end
     one. A message of words alone begins with its words, or with one of `own_beginnings` in front of
-    them, which the model has to write; one with reasoning or calls begins after the opening, as far
-    as the template writes it. Raises UserError if the beginning or the end of a message cannot be found.
+    them, which the model has to write; one with calls and no opening, with `call_beginning` or its
+    words. Any other message begins after the opening, as far as the template writes it, and after
+    an empty thought. Raises UserError if the beginning or the end of a message cannot be found.
     """
     text = without_marks(marked_text)
     first: dict[int, int] = {}
@@ -141,11 +201,17 @@ def spans(
         end = ends.search(text, last[index])
         if end is None:
             raise UserError(tr("no special token ends what the assistant says"))
-        if messages[index].fields:
+        fields = messages[index].fields
+        if fields and (opening or "reasoning_content" in fields):
             start = _start(text, begin, opening)
         else:
-            owns = [own for own in own_beginnings if text.endswith(own, 0, begin)]
-            start = begin - max(map(len, owns), default=0)
+            names = [call["function"]["name"] for call in fields.get("tool_calls", ())]
+            owns = [call_beginning] if names else own_beginnings
+            start = begin - max(
+                (len(own) for own in owns if text.endswith(own, 0, begin)), default=0
+            )
+            if start == begin and names and text.startswith(names[0], begin):
+                raise no_opening()
         spans.append(Span(start, end.end()))
     return spans
 
@@ -158,19 +224,20 @@ def _start(
     """Return where a turn begins whose first mark is at `begin`: after the lines of its opening.
 
     A call may have only the first of them, as where the opening ends with <think> and a template
-    writes no thoughts before the calls of an earlier turn. Raises UserError if it does not open as
-    a reply does.
+    writes no thoughts before the calls of an earlier turn. An empty thought of the template's own
+    is not part of the turn. Raises UserError if it does not open as a reply does.
     """
     stem = opening.partition("\n")[0]
     position = text.rfind(stem, 0, begin) if stem else -1
     if position < 0:
-        raise UserError(tr("what the assistant says does not begin as a reply does"))
+        raise no_opening()
     start = position + len(stem)
     for line in opening.removeprefix(stem).splitlines(keepends=True):
         if not text.startswith(line, start, begin):
             break
         start += len(line)
-    return start
+    empty_thought = _EMPTY_THOUGHT.match(text, start, begin)
+    return empty_thought.end() if empty_thought else start
 
 
 def with_ends(text: str, begin: str, end: str) -> str:
@@ -183,6 +250,11 @@ def with_ends(text: str, begin: str, end: str) -> str:
 
 
 # --- templates that leave out what is to be trained ----------------------------------------------
+
+
+def no_opening() -> UserError:
+    """Return the error that it cannot be found where the words of the assistant begin."""
+    return UserError(tr("what the assistant says does not begin as a reply does"))
 
 
 def silent_template(folder: Path) -> UserError:

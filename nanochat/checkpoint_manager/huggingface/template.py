@@ -1,9 +1,11 @@
 """Chat templates, which turn conversations into text in the format that a model was trained on."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nanochat.checkpoint_manager.huggingface.folders import read_object
 from nanochat.common import UserError, tr
 from nanochat.platforms.child import Child
 
@@ -31,6 +33,35 @@ def chatml(messages: Messages, reply: bool) -> str:
     if reply:
         text += "<|im_start|>assistant\n"
     return text
+
+
+def read_source(folder: Path) -> str | None:
+    """Return the Jinja source of the chat template in a model's folder, or None if there is none.
+
+    Raises UserError if the template cannot be read.
+    """
+    path = folder / "chat_template.jinja"
+    try:
+        source = path.read_text(encoding="utf-8") if path.is_file() else None
+        if not source:
+            path = folder / "tokenizer_config.json"
+            source = read_object(folder / path.name).get("chat_template")
+        if isinstance(source, list):  # several templates, of which the default is for chats
+            templates = {item["name"]: item["template"] for item in source}
+            source = templates.get("default")
+        if source is not None and not isinstance(source, str):
+            raise TypeError(tr("it is {value}, expected a text", value=reprlib.repr(source)))
+    except (UnicodeDecodeError, KeyError, TypeError) as failure:
+        reason = f"{type(failure).__name__}: {failure}"
+        raise UserError(
+            tr(
+                "the chat template in {path} cannot be read ({reason}). Copy the model "
+                "again from its source",
+                path=path,
+                reason=reason,
+            )
+        ) from failure
+    return source or None
 
 
 class ChatTemplate:

@@ -5,14 +5,13 @@ The tokenizer is read from tokenizer.json. The chat template turns conversations
 
 import json
 import re
-import reprlib
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,12 @@ from nanochat.checkpoint_manager.huggingface.generation import (
 )
 from nanochat.checkpoint_manager.huggingface.quantised import drop_setting
 from nanochat.checkpoint_manager.huggingface.spm import Segment
-from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, Messages, chatml
+from nanochat.checkpoint_manager.huggingface.template import (
+    ChatTemplate,
+    Messages,
+    chatml,
+    read_source,
+)
 from nanochat.checkpoint_manager.huggingface.vocabulary import read_vocabulary
 from nanochat.common import UserError, fsync_path, sha256_of, tr
 from nanochat.data.bpe import letters_for_bytes
@@ -190,28 +194,7 @@ class FolderTokenizer:
 
         Raises UserError if the template cannot be read.
         """
-        path = self.folder / "chat_template.jinja"
-        try:
-            source = path.read_text(encoding="utf-8") if path.is_file() else None
-            if not source:
-                path = self.folder / "tokenizer_config.json"
-                source = read_object(self.folder / path.name).get("chat_template")
-            if isinstance(source, list):  # several templates, of which the default is for chats
-                templates = {item["name"]: item["template"] for item in source}
-                source = templates.get("default")
-            if source is not None and not isinstance(source, str):
-                raise TypeError(tr("it is {value}, expected a text", value=reprlib.repr(source)))
-        except (UnicodeDecodeError, KeyError, TypeError) as failure:
-            reason = f"{type(failure).__name__}: {failure}"
-            raise UserError(
-                tr(
-                    "the chat template in {path} cannot be read ({reason}). Copy the model "
-                    "again from its source",
-                    path=path,
-                    reason=reason,
-                )
-            ) from failure
-        return source or None
+        return read_source(self.folder)
 
     @cached_property
     def chat_hash(self) -> str:
@@ -227,45 +210,24 @@ class FolderTokenizer:
 
     @cached_property
     def takes_system(self) -> bool:
-        """Whether the chat template supports system messages.
+        """Whether the chat template writes a system message as such, in prompts and in whole chats.
 
-        False if the template fails on them, drops them, or puts their text into the user's turn,
-        before the user's own text and a blank line.
+        False if the template fails on it, drops it, or puts its text into the user's turn, before
+        the user's own text and a blank line. Mistral's templates do so in the last message only.
         """
-        question = _message("user", "Q")
-        merged = _message("user", "S\n\nQ")
-        try:
-            rendered = self._text([_message("system", "S"), question], reply=True)
-            without_system = self._text([question], reply=True)
-            as_user = self._text([merged], reply=True)
-        except UserError:
-            return False
-        return rendered not in (without_system, as_user)
-
-    @cached_property
-    def _writes_system(self) -> bool:
-        """Whether the chat template writes a system message, in prompts and in whole chats.
-
-        Mistral's templates write it in front of the last message, if that is the user's.
-        """
-        prompt = [_message("system", "a_rule"), _message("user", "Q")]
-        chat = [*prompt, _message("assistant", "A")]
-        try:
-            texts = (self._text(prompt, reply=True), self._text(chat, reply=False))
-        except UserError:
-            return False
-        return all("a_rule" in text for text in texts)
+        rest = (_message("user", "Q"), _message("assistant", "A"))
+        for turns, reply in ((rest[:1], True), (rest, False)):
+            text = self._tried([_message("system", "a_rule"), *turns], reply)
+            merged = self._tried([_message("user", "a_rule\n\nQ"), *turns[1:]], reply)
+            if "a_rule" not in text or text == merged:
+                return False
+        return True
 
     @cached_property
     def takes_tools(self) -> bool:
         """Whether the chat template tells the model which functions it may call."""
-        if self.template is None:
-            return False
-        try:
-            text = self.template.render([_message("user", "Q")], True, tools=[answers.PROBE_TOOL])
-        except UserError:
-            return False
-        return "a_tool" in text
+        question = [_message("user", "Q")]
+        return "a_tool" in self._tried(question, reply=True, tools=[answers.PROBE_TOOL])
 
     @cached_property
     def takes_calls(self) -> bool:
@@ -273,15 +235,23 @@ class FolderTokenizer:
         return "a_tool" in self._written_call and "a_result" in self._written_call
 
     @cached_property
-    def call_format(self) -> Literal["json", "xml"] | None:
-        """How the chat template writes calls, if that is a form that the server reads.
+    def _takes_results(self) -> bool:
+        """Whether the chat template writes results, be it only of calls that are given as text.
 
-        "json" is <tool_call>{"name": ..., "arguments": ...}</tool_call>, and "xml" is
-        <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>.
+        SmolLM3's template has such a form. A template that writes any name of a role has none.
         """
-        if not self.takes_tools or not self.takes_calls or "<tool_call>" not in self._written_call:
+        if self.takes_calls:
+            return True
+        chat = [_message("user", "Q"), _message("assistant", "A"), answers.PROBE_CHAT[-1]]
+        names_role = re.search("[\"']tool[\"']", self.template_source or "")
+        return names_role is not None and "a_result" in self._tried(chat, reply=True)
+
+    @cached_property
+    def call_format(self) -> str | None:
+        """The form in which the chat template writes calls, if the server reads that form."""
+        if not self.takes_tools or not self.takes_calls:
             return None
-        return "xml" if "<function=a_tool>" in self._written_call else "json"
+        return answers.call_format(self._written_call)
 
     @cached_property
     def thought_marks(self) -> tuple[str, str] | None:
@@ -310,25 +280,13 @@ class FolderTokenizer:
     @cached_property
     def _written_call(self) -> str:
         """What the chat template writes for a call and its result; empty if it refuses them."""
-        call = {"type": "function", "function": {"name": "a_tool", "arguments": {}}}
-        messages = [
-            _message("user", "Q"),
-            {**_message("assistant", ""), "tool_calls": [call]},
-            _message("tool", "a_result"),
-        ]
-        try:
-            return self._text(messages, reply=True)
-        except UserError:
-            return ""
+        return self._tried(answers.PROBE_CHAT, reply=True)
 
     @cached_property
     def takes_reasoning(self) -> bool:
         """Whether the chat template writes the reasoning of the last reply."""
         reply = {**_message("assistant", "A"), **dict.fromkeys(answers.REASONING, "a_reason")}
-        try:
-            return "a_reason" in self._text([_message("user", "Q"), reply], reply=False)
-        except UserError:
-            return False
+        return "a_reason" in self._tried([_message("user", "Q"), reply], reply=False)
 
     @cached_property
     def _opening(self) -> str:
@@ -477,7 +435,26 @@ class FolderTokenizer:
         """Return messages as text in the format of the chat template or, without one, in ChatML."""
         if self.template is None:
             return chatml(messages, reply)
+        if self._needs_short_ids:
+            messages = answers.with_short_ids(messages)
         return self.template.render(messages, reply, **options)
+
+    def _tried(self, messages: Messages, reply: bool, **options: Any) -> str:
+        """Return what _text() does, or an empty text if the chat template refuses the messages."""
+        try:
+            return self._text(messages, reply, **options)
+        except UserError:
+            return ""
+
+    @cached_property
+    def _needs_short_ids(self) -> bool:
+        """Whether the chat template refuses calls with IDs of any length, as Mistral's do."""
+        assert self.template is not None
+        try:
+            self.template.render(answers.PROBE_CHAT, reply=False)
+        except UserError:
+            return True
+        return False
 
     @cached_property
     def _replaced(self) -> list[str]:
@@ -542,7 +519,7 @@ class FolderTokenizer:
         UserError if the template refuses the conversation or cannot write it, or leaves out all
         words to train on.
         """
-        if not self._writes_system:
+        if not self.takes_system:
             conversation = answers.without_system(conversation)
         last = conversation.messages[-1]
         thinks = last.role == "assistant" and last.trained and "</think>" in last.text
@@ -573,8 +550,13 @@ class FolderTokenizer:
 
         Such white space, as in the template of Llama 2, is part of what the model has to write.
         """
-        stops = [re.escape(text) for text, token in self._specials.items() if token in self.stops]
-        return re.compile(f"{END}(\\s+)(?={'|'.join(stops) or '(?!)'})")
+        ends = "|".join(map(re.escape, self._ends)) or "(?!)"
+        return re.compile(f"{END}(\\s+)(?={ends})")
+
+    @cached_property
+    def _ends(self) -> list[str]:
+        """The spellings of the special tokens that end a reply."""
+        return [text for text, token in self._specials.items() if token in self.stops]
 
     @cached_property
     def _own_space(self) -> str:
@@ -590,6 +572,14 @@ class FolderTokenizer:
         """What templates write before words of the assistant, and the model has to write itself."""
         opens_thoughts = self._opening.endswith(answers.OPENING)
         return (self._own_space,) if opens_thoughts else (self._own_space, answers.OPENING)
+
+    @cached_property
+    def _call_beginning(self) -> str:
+        """What the chat template writes between a prompt and a call's name, or an empty text."""
+        prompt = self._tried(answers.PROBE_CHAT[:1], reply=True)
+        text = self._tried(answers.PROBE_CHAT[:2], reply=False)
+        beginning, name, _ = text.removeprefix(prompt).partition("a_tool")
+        return beginning if name and text.startswith(prompt) else ""
 
     @cached_property
     def _writes_thoughts(self) -> bool:
@@ -620,9 +610,13 @@ class FolderTokenizer:
                     folder=self.folder,
                 )
             )
-        stops = [text for text, token in self._specials.items() if token in self.stops]
         spans = answers.spans(
-            marked_text, conversation.messages, self._opening, stops, self._own_beginnings
+            marked_text,
+            conversation.messages,
+            self._opening,
+            self._ends,
+            self._own_beginnings,
+            self._call_beginning,
         )
         if marked != plain and not spans:
             raise answers.silent_template(self.folder)
@@ -644,7 +638,9 @@ class FolderTokenizer:
         if self.takes_tools:
             supported.add("tools")
         if self.takes_calls:
-            supported |= {"tool_calls", "tool results"}
+            supported.add("tool_calls")
+        if self._takes_results:
+            supported.add("tool results")
         if self.takes_reasoning:
             supported.add("reasoning_content")
         unsupported = sorted(needed - supported)
@@ -664,7 +660,7 @@ class FolderTokenizer:
         A final assistant turn is left out, and the text that opens the reply is added.
         """
         prompt = conversation.prompt
-        if not self._writes_system:
+        if not self.takes_system:
             prompt = answers.without_system(prompt)
         return self._prompt(prompt.messages, prompt.options)
 

@@ -41,14 +41,7 @@ class JsonCalls(MarkedCalls):
         """Read up to the arguments. A call in another order is read once it is whole."""
         match = _HEAD.match(self._rest)
         if match:
-            if match[1] not in self._names:
-                return self._no_call(pieces)
-            self._name = match[1]
-            self._arguments = 0
-            self._property = match.end()
-            self._reset_scan(match.end())
-            self._state = self._properties
-            return True
+            return self._begin(pieces, match[1], match.end())
         beginning = self._rest[len(OPEN) :].lstrip()
         content, mark, after = self._rest[len(OPEN) :].partition(CLOSE)
         if not mark and not last and (not beginning or beginning[0] == "{"):
@@ -62,6 +55,17 @@ class JsonCalls(MarkedCalls):
         add_piece(pieces, Arguments(json.dumps(arguments, ensure_ascii=False)))
         self._rest = after
         self._state = self._outside
+        return True
+
+    def _begin(self, pieces: list[Piece], name: str, arguments_begin: int) -> bool:
+        """Begin to read the arguments of a call, if a function has this name."""
+        if name not in self._names:
+            return self._no_call(pieces)
+        self._name = name
+        self._arguments = 0
+        self._property = arguments_begin
+        self._reset_scan(arguments_begin)
+        self._state = self._properties
         return True
 
     def _properties(self, pieces: list[Piece], last: bool) -> bool:

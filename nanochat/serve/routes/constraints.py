@@ -12,12 +12,13 @@ from urllib.parse import quote
 
 from nanochat.generate.sampling import Sampling
 from nanochat.generate.schema.grammar import MOST_BYTES
+from nanochat.serve.formats.listed_calls import LISTED
 from nanochat.serve.formats.marked_calls import CLOSE, OPEN
 from nanochat.serve.formats.values import object_schema
 from nanochat.serve.formats.xml_calls import END, FUNCTION, PARAMETER
 from nanochat.serve.routes.fields import invalid, kind
 from nanochat.serve.routes.reply import Form
-from nanochat.serve.routes.tools import Tools, standalone
+from nanochat.serve.routes.tools import standalone
 
 TEXT = r"/(.|\n)*/"
 # The white space with which models are trained to write calls.
@@ -72,7 +73,7 @@ def _answer_rules(form: Form, names: Sequence[str], schema: str | None) -> list[
     rules = []
     if names:
         kinds.append("calls")
-        rules += _call_rules(form.tools, names, form.calls == "xml")
+        rules += _call_rules(form, names)
     if not form.tools.forced:
         kinds.append("text")
         text = TEXT if schema is None else _json(json.loads(schema), COMPACT)
@@ -90,23 +91,46 @@ def _thought_rules(opening: str, closing: str, max_thought: int | None) -> list[
     return [think, f"thought[suffix={_quoted(closing)}{budget}]: {TEXT}"]
 
 
-def _call_rules(tools: Tools, names: Sequence[str], is_xml: bool) -> list[str]:
+def _call_rules(form: Form, names: Sequence[str]) -> list[str]:
     """Return the rules of one call of these functions or, where the client allows, of several."""
+    tools = form.tools
+    if form.calls in ("list", "args"):
+        return _listed_rules(form, names)
     rules = [r'calls: call ("\n" call)*' if tools.parallel else "calls: call"]
-    if not is_xml:
+    opening = f'{_mark(form, OPEN)} "\\n"'
+    closing = f'"\\n" {_mark(form, CLOSE)}'
+    if form.calls != "xml":
         schema = json.loads(tools.call_schema(names))
-        return [
-            *rules,
-            f"call: {_quoted(OPEN + chr(10))} arguments {_quoted(chr(10) + CLOSE)}",
-            f"arguments: {_json(schema, SPACED)}",
-        ]
+        rules.append(f"call: {opening} arguments {closing}")
+        return [*rules, f"arguments: {_json(schema, SPACED)}"]
     functions = [f"function_{number}" for number in range(len(names))]
-    opening = _quoted(f"{OPEN}\n")
-    closing = _quoted(f"{END}\n{CLOSE}")
-    rules.append(f"call: {opening} ({' | '.join(functions)}) {closing}")
+    rules.append(f"call: {opening} ({' | '.join(functions)}) {_quoted(END)} {closing}")
     for rule, name in zip(functions, names, strict=True):
         rules += _xml_rules(rule, name, tools.parameters[name])
     return rules
+
+
+def _listed_rules(form: Form, names: Sequence[str]) -> list[str]:
+    """Return the rules of calls in one list, or of calls that each have a mark and their name."""
+    parallel = form.tools.parallel
+    mark = _mark(form, LISTED)
+    if form.calls == "list":
+        more = ' (", " call)*' if parallel else ""
+        schema = json.loads(form.tools.call_schema(names))
+        return [f'calls: {mark} " "? "[" call{more} "]"', f"call: {_json(schema, SPACED)}"]
+    rules = ["calls: call+" if parallel else "calls: call"]
+    functions = []
+    schemas = standalone({name: form.tools.parameters[name] for name in names})
+    for number, (name, schema) in enumerate(schemas.items()):
+        functions.append(f"{_quoted(name)} id? {_mark(form, '[ARGS]')} arguments_{number}")
+        rules.append(f"arguments_{number}: {_json(schema, SPACED)}")
+    rules.append(f"call: {mark} ({' | '.join(functions)})")
+    return [*rules, f"id: {_mark(form, '[CALL_ID]')} /[a-zA-Z0-9]{{9}}/"]
+
+
+def _mark(form: Form, text: str) -> str:
+    """Return the symbol of a mark: its special token or, if the model has none, its text."""
+    return f"<[{form.specials[text]}]>" if text in form.specials else _quoted(text)
 
 
 def _xml_rules(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:

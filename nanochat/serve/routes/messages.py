@@ -10,7 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanochat.data.conversation import Conversation, Message, Part, Role, merge_texts, system, user
+from nanochat.data.conversation import (
+    Conversation,
+    Message,
+    Part,
+    Role,
+    assistant,
+    merge_texts,
+    system,
+    user,
+)
 from nanochat.serve.formats.pieces import parts_as_request
 from nanochat.serve.routes.fields import ApiError, invalid, kind, missing
 from nanochat.serve.routes.tools import read_calls
@@ -335,3 +344,16 @@ def answerable(conversation: Conversation) -> Conversation:
     if plain.messages[-1].role != "assistant":
         return plain
     return replace(plain, messages=(*plain.messages, user("")))
+
+
+def with_replies(conversation: Conversation) -> Conversation:
+    """Return a chat with an empty reply before each message of the user that follows a result.
+
+    Mistral's templates refuse other chats. Clients send such a message beside the results.
+    """
+    messages: list[Message] = []
+    for message in conversation.messages:
+        if message.role == "user" and messages and messages[-1].role == "tool":
+            messages.append(assistant(""))
+        messages.append(message)
+    return replace(conversation, messages=tuple(messages))

@@ -13,7 +13,7 @@ from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, Message, user
 from nanochat.serve.formats.thoughts import closing, without_thought
 from nanochat.serve.routes.fields import ApiError, flag, invalid
-from nanochat.serve.routes.messages import alternating, answerable
+from nanochat.serve.routes.messages import alternating, answerable, with_replies
 from nanochat.tokenizer import Tokenizer
 
 LARGE_TEXT = 1 << 18  # a chat of more characters is counted in slices before it is rendered
@@ -85,21 +85,23 @@ def render_chat(
 
     A chat that does not have the form that answerable() returns is converted to it, unless a
     published model's template can render the chat as sent. Raises ApiError (400) about `field` if
-    the template refuses the chat.
+    the template refuses the chat, also with replies to all results of tools.
     """
     plain = answerable(conversation)
-    try:
-        if plain != conversation:
-            tokens = tokenizer.render_as_sent(conversation)
-            if tokens is not None:
-                return tokens
-        return tokenizer.render_prompt(plain)
-    except UserError:  # its text would tell the client the folder of the model
-        text = (
-            f"the chat template of this model refuses {field}: send other messages, or ask "
-            "/v1/completions"
-        )
-        raise ApiError(400, "invalid_value", text, field) from None
+    if plain != conversation:
+        tokens = tokenizer.render_as_sent(conversation)
+        if tokens is not None:
+            return tokens
+    for chat in (plain, with_replies(plain)):
+        try:
+            return tokenizer.render_prompt(chat)
+        except UserError:  # its text would tell the client the folder of the model
+            continue
+    text = (
+        f"the chat template of this model refuses {field}: send other messages, or ask "
+        "/v1/completions"
+    )
+    raise ApiError(400, "invalid_value", text, field)
 
 
 def chat_tokens(

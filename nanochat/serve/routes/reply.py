@@ -3,12 +3,13 @@
 The tokens spell Parts. A client gets Pieces, and may send back what Reply.parts holds.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanochat.data.conversation import Part
 from nanochat.serve.formats.json_calls import JsonCalls
+from nanochat.serve.formats.listed_calls import ListedCalls
 from nanochat.serve.formats.pieces import (
     Arguments,
     Calculation,
@@ -24,17 +25,27 @@ from nanochat.serve.formats.xml_calls import XmlCalls
 from nanochat.serve.routes.tools import NONE, Tools
 from nanochat.tokenizer import Tokenizer
 
+# By the form of calls. A model whose template has none is told to write calls as "json".
+PARSERS: Mapping[str | None, Callable[[Mapping[str, Any]], Parser]] = {
+    None: JsonCalls,
+    "json": JsonCalls,
+    "xml": XmlCalls,
+    "list": ListedCalls,
+    "args": ListedCalls,
+}
+
 
 @dataclass(frozen=True)
 class Form:
     """How the model writes a reply."""
 
     tools: Tools = NONE
-    calls: str | None = None  # the form of calls, "json" or "xml"; None if the template has none
+    calls: str | None = None  # the form of calls, a key of PARSERS; None if the template has none
     marks: Marks | None = None  # around thoughts; None for a model that does not think
     opened: bool = False  # whether the prompt has opened the thought
     closed: bool = False  # whether the prompt has closed it, so that the reply has none
     strips_space: bool = False  # whether a space at the beginning of the reply is left out
+    specials: Mapping[str, int] = field(default_factory=dict)  # special tokens, by their spelling
 
 
 def form_of(
@@ -44,7 +55,7 @@ def form_of(
 ) -> Form:
     """Return the form of a reply to a prompt, by what the model's template writes."""
     thoughts = thought_state(prompt, tokenizer)
-    return Form(tools, tokenizer.call_format, *thoughts, tokenizer.strips_space)
+    return Form(tools, tokenizer.call_format, *thoughts, tokenizer.strips_space, tokenizer.specials)
 
 
 class Reply:
@@ -61,8 +72,7 @@ class Reply:
         self._thoughts = Thoughts(form.marks, form.opened) if form.marks else None
         self._calls: Parser | None = None
         if form.tools.parameters:
-            parser = XmlCalls if form.calls == "xml" else JsonCalls
-            self._calls = parser(form.tools.parameters)
+            self._calls = PARSERS[form.calls](form.tools.parameters)
         self._has_one_call = form.tools.parallel is False
         self._strips_space = form.strips_space
         self._is_over = False  # whether nothing more is passed on, after the only call

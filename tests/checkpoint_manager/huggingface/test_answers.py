@@ -1,6 +1,7 @@
 """Function calls and reasoning in training: the tokens and the mask of transformers, and what templates cannot write."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,86 @@ def test_calls_and_reasoning_have_the_tokens_and_the_mask_of_transformers(folder
     assert rendered.ids == expected["input_ids"]
     assert rendered.mask == expected["assistant_masks"]
     assert trained(ours, rendered) == TRAINED
+
+
+# The shape of Mistral's templates: no opening of a reply, and IDs of nine characters.
+NINE = "{%- if not {id} is defined or {id} | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
+LISTS = (
+    "{%- for message in messages %}{%- if message.role == 'user' %}"
+    "{%- if tools %}{{- '<tools>' + tools | tojson + '</tools>' }}{% endif %}{{- '[INST]' + message.content + '[/INST]' }}"
+    "{%- elif message.tool_calls %}{% generation %}{{- '[TOOL_CALLS] [' }}{%- for call in message.tool_calls %}"
+    "{{- (call.function | tojson)[:-1] }}" + NINE.replace("{id}", "call.id") + "{{- ', \"id\": \"' + call.id + '\"}' }}"
+    "{{- ', ' if not loop.last else ']<|im_end|>' }}{%- endfor %}{% endgeneration %}"
+    "{%- elif message.role == 'tool' %}" + NINE.replace("{id}", "message.tool_call_id") +
+    "{{- '[TOOL_RESULTS]' + message.tool_call_id + message.content + '[/TOOL_RESULTS]' }}"
+    "{%- else %}{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}{%- endif %}{%- endfor %}"
+)  # fmt: skip
+
+
+def test_calls_have_ids_of_nine_characters_where_a_template_takes_no_others(folder: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    ours = tokenizer(folder, LISTS)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    theirs.chat_template = LISTS
+    ids = ("abcdefgh1", "ABCDEFGH2")
+    results = [said("tool", "1", tool_call_id=ids[0]), said("tool", "2", tool_call_id=ids[1])]
+    calls = [{**call(city), "id": call_id} for city, call_id in zip(("a", "猫"), ids, strict=True)]
+    talk = [said("user", "time?"), said("assistant", "", tool_calls=calls), *results, said("assistant", "5")]
+    rendered = ours.render(read_record({"messages": talk, "tools": [TOOL]}))
+    expected = theirs.apply_chat_template(talk, tools=[TOOL], return_dict=True, return_assistant_tokens_mask=True)
+    assert (rendered.ids, rendered.mask) == (expected["input_ids"], expected["assistant_masks"])
+    assert len(trained(ours, rendered)) == 2
+
+    def text(*messages: dict[str, Any]) -> str:
+        record = {"messages": [talk[0], *messages, talk[-1]], "tools": [TOOL]}
+        return ours.decode(ours.render(read_record(record)).ids)
+
+    long_ids = [{**one, "id": f"call_{one['id']}"} for one in calls]
+    called = said("assistant", "", tool_calls=long_ids)
+    swapped = text(called, *[said("tool", "x", tool_call_id=one["id"]) for one in reversed(long_ids)])
+    first, second, *answered = re.findall('(?:"id": "|RESULTS\\])([a-z0-9]{9})', swapped)
+    assert answered == [second, first] and first != second
+    without = [{key: one[key] for key in ("type", "function")} for one in calls]
+    unnamed = text(said("assistant", "", tool_calls=without), said("tool", "x"), said("tool", "x"))
+    first, second, *answered = re.findall('(?:"id": "|RESULTS\\])([a-z0-9]{9})', unnamed)
+    assert answered == [first, second] and first != second
+
+
+def test_results_of_calls_that_are_text_are_taken_where_a_template_writes_them(folder: Path) -> None:
+    """SmolLM3 writes a result as a message of the user, and its template has no calls."""
+    ours = tokenizer(
+        folder, PLAIN.replace("{{ message.role }}", "{{ 'user' if message.role == 'tool' else message.role }}")
+    )
+    talk = [
+        said("user", "time?"),
+        said("assistant", "<tool_call>x</tool_call>"),
+        said("tool", "5"),
+        said("assistant", "5"),
+    ]
+    rendered = ours.render(read_record({"messages": talk}))
+    assert trained(ours, rendered) == ["<tool_call>x</tool_call>", "5"]
+    assert "<|im_start|>user\n5<|im_end|>" in ours.decode(rendered.ids)
+
+
+@pytest.mark.parametrize(("base", "opened"), [(TOOLS, ""), (OPENS_THOUGHTS, "<think>\n")])
+def test_the_empty_thought_that_a_template_writes_before_a_call_is_not_trained(
+    base: str, opened: str, folder: Path
+) -> None:
+    """Qwen3 writes one before a call at the end of a record, Qwen3.5 before each call since the last question."""
+    ours = tokenizer(
+        folder,
+        base.replace("if message.reasoning_content is string", "if true").replace(
+            "message.reasoning_content.strip", "(message.reasoning_content or '').strip"
+        ),
+    )
+    calls = '<tool_call>\n{"name": "get_time", "arguments": {"city": "a"}}\n</tool_call>'
+    asked = said("user", "time?")
+    rendered = ours.render(read_record({"messages": [asked, said("assistant", "", tool_calls=[call("a")])]}))
+    assert trained(ours, rendered) == [calls]
+    thinks = said("assistant", "", tool_calls=[call("a")], reasoning_content="hm")
+    rendered = ours.render(read_record({"messages": [asked, thinks]}))
+    assert trained(ours, rendered) == [f"<think>\nhm\n</think>\n\n{calls}".removeprefix(opened)]
 
 
 def test_what_the_prompt_already_holds_is_not_trained(folder: Path) -> None:

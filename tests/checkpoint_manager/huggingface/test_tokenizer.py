@@ -145,13 +145,24 @@ NAMES = "{% for message in messages %}{{ message.role }}{{ message.content }}{% 
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + NAMES
 
 
+# Mistral's templates since v0.3 write a system message only where the last message is the user's.
+LAST_ONLY = (
+    "{% if messages[0].role == 'system' %}{% set rules = messages[0].content + '\n\n' %}{% set messages = messages[1:] %}"
+    "{% endif %}{% for m in messages %}{{ rules if loop.last and m.role == 'user' }}{{ m.content }}"
+    "{{ '<|im_end|>' if m.role == 'assistant' }}{% endfor %}"
+)
+
+
 @pytest.mark.parametrize(
     ("template", "takes"),
     [
         (None, (True, False)),  # ChatML
         (THINKING, (True, False)),
         (TOOLS + NAMES, (True, True)),
+        # Hermes 3's template goes through the parameters.
+        (TOOLS.replace("}}", "}}{{ tool.function.parameters.properties | items | list }}", 1) + NAMES, (True, True)),
         (NO_SYSTEM, (False, False)),
+        (LAST_ONLY, (False, False)),
         ("{% for message in messages[-1:] %}{{ message.content }}{% endfor %}" + TOOLS, (False, True)),  # leaves it out
         (CHAT_TEMPLATE, (False, False)),  # our own: in front of the first question
         ("{% if %}", (False, False)),
@@ -164,14 +175,6 @@ def test_the_template_says_whether_a_model_takes_system_messages_and_tools(
         (folder / "chat_template.jinja").write_text(template)
     ours = FolderTokenizer(folder, ROWS)
     assert (ours.takes_system, ours.takes_tools) == takes
-
-
-# Mistral's templates since v0.3 write a system message only where the last message is the user's.
-LAST_ONLY = (
-    "{% if messages[0].role == 'system' %}{% set rules = messages[0].content + '\n\n' %}{% set messages = messages[1:] %}"
-    "{% endif %}{% for m in messages %}{{ rules if loop.last and m.role == 'user' }}{{ m.content }}"
-    "{{ '<|im_end|>' if m.role == 'assistant' }}{% endfor %}"
-)
 
 
 @pytest.mark.parametrize("template", [NO_SYSTEM + "<|im_end|>", LAST_ONLY])

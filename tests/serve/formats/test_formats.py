@@ -1,6 +1,7 @@
 """What models write, as whole texts and in pieces of every size: thoughts, words and calls."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -199,10 +200,59 @@ def test_calls_in_xml(text: str, told: list[Any]) -> None:
     assert calls(everywhere(Form(TOOLS, "xml"), text)) == told
 
 
-@pytest.mark.parametrize(("form", "call"), [("json", PARIS), ("xml", xml("weather", city="Paris"))])
+ITEM = '{"name": "weather", "arguments": {"city": "Paris"}, "id": "abcdefgh1"}'
+LIST = f"[TOOL_CALLS] [{ITEM}]"
+NAMED = '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}'
+PARIS_CALL = ("weather", '{"city": "Paris"}')
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (LIST, [PARIS_CALL]),
+        (f"So: [TOOL_CALLS][{ITEM}, {ITEM}] then", ["So: ", PARIS_CALL, PARIS_CALL, " then"]),
+        ('[TOOL_CALLS] [ { "name" : "clock","arguments":{ } } ]', [("clock", "{}")]),
+        ('[TOOL_CALLS][{"name": "weather", "arguments": {"tags": [{"a": "}]"}], "city": "[\\"]"}}]',
+         [("weather", '{"tags": [{"a": "}]"}], "city": "[\\"]"}')]),
+        (NAMED, [PARIS_CALL]),
+        (f'{NAMED}[TOOL_CALLS] clock[CALL_ID]abcdefgh1[ARGS]{{}}', [PARIS_CALL, ("clock", "{}")]),
+        # Cut off.
+        ('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Pa', [("weather", '{"city": "Pa')]),
+        (f"[TOOL_CALLS][{ITEM[:-1]}", [PARIS_CALL]),
+        (f"[TOOL_CALLS][{ITEM}", [PARIS_CALL]),
+        (f"[TOOL_CALLS][{ITEM} and", [PARIS_CALL, "and"]),
+        (f'[TOOL_CALLS][{ITEM}, {{"name": "wea', [PARIS_CALL, ', {"name": "wea']),
+        ('[TOOL_CALLS]weather[ARGS]{"days": 1, bad}', [("weather", '{"days": 1, bad}')]),
+        # No call.
+        ("[TOOL_CALLS]", ["[TOOL_CALLS]"]),
+        ("[TOOL_CALLS] [1]", ["[TOOL_CALLS] [1]"]),
+        ("[TOOL_CALLS]weather is fine", ["[TOOL_CALLS]weather is fine"]),
+        (LIST.replace("weather", "other"), [LIST.replace("weather", "other")]),
+        (NAMED.replace("weather", "other"), [NAMED.replace("weather", "other")]),
+        (f'[TOOL_CALLS][{ITEM}, {{"name": "other", "arguments": {{}}}}]',
+         [PARIS_CALL, ', {"name": "other", "arguments": {}}]']),
+        (f"[TOOL_CALLS][TOOL_CALLS][{ITEM}]", ["[TOOL_CALLS]", PARIS_CALL]),
+    ],
+)  # fmt: skip
+def test_calls_in_lists(text: str, told: list[Any]) -> None:
+    pieces = everywhere(Form(TOOLS, "list"), text)
+    assert calls(pieces) == told == calls(everywhere(Form(TOOLS, "args"), text))
+    ids = [piece.id for piece in pieces if isinstance(piece, Call)]
+    assert all(re.fullmatch("[a-z0-9]{9}", call_id) for call_id in ids) and len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("form", "call"), [("json", PARIS), ("xml", xml("weather", city="Paris")), ("list", LIST), ("args", NAMED)]
+)
 def test_calls_follow_a_thought_in_which_calls_are_thoughts(form: str, call: str) -> None:
     pieces = everywhere(Form(TOOLS, form, THINK), f"<think>\nI call {call}.\n</think>\n\n{call}")
     assert calls(pieces) == [f"I call {call}.", ("weather", '{"city": "Paris"}')]
+
+
+def test_words_after_the_mark_of_calls_are_passed_on_before_the_reply_ends() -> None:
+    assert Reply(Form(TOOLS, "list")).add([Part("text", f"[TOOL_CALLS]{'猫' * 65}")]) == [
+        Words(f"[TOOL_CALLS]{'猫' * 65}")
+    ]
 
 
 def test_a_reply_that_may_have_one_call_ends_with_it() -> None:

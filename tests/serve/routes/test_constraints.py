@@ -64,10 +64,20 @@ def hermes(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 
-BOTH = [("json", hermes), ("xml", xml)]
+def listed(name: str, **arguments: Any) -> str:
+    return f"[TOOL_CALLS] [{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}]"
 
 
-@pytest.mark.parametrize(("calls", "call"), BOTH)
+def named(name: str, **arguments: Any) -> str:
+    return f"[TOOL_CALLS]{name}[CALL_ID]abcdefgh1[ARGS]{json.dumps(arguments, ensure_ascii=False)}"
+
+
+FORMS = [("json", hermes), ("xml", xml), ("list", listed), ("args", named)]
+# What stands between two calls with a line break between them, and what the model writes there.
+BETWEEN = {"json": ("", ""), "xml": ("", ""), "list": ("]\n[TOOL_CALLS] [", ", "), "args": ("\n[", "[")}
+
+
+@pytest.mark.parametrize(("calls", "call"), FORMS)
 def test_a_forced_call_is_one_of_the_functions_with_arguments_of_its_schema(calls: str, call: Any) -> None:
     form = Form(tools(), calls)
     digit, spot = ("3", "[1, 2]") if calls == "xml" else (3, [1, 2])
@@ -80,6 +90,19 @@ def test_a_forced_call_is_one_of_the_functions_with_arguments_of_its_schema(call
     assert refused_at("It is late.", form) == 0
     assert refused_at(call("other"), form) is not None
     assert refused_at(call("clock"), Form(tools(tool_choice={"function": {"name": "weather"}}), calls)) is not None
+
+
+@pytest.mark.parametrize(
+    ("calls", "mark"),
+    [("json", "<tool_call>"), ("xml", "<tool_call>"), ("list", "[TOOL_CALLS]"), ("args", "[TOOL_CALLS]")],
+)
+def test_a_call_begins_with_the_special_token_of_its_mark(calls: str, mark: str) -> None:
+    """The letters of Mistral's mark would be other tokens, which its models never write."""
+    tokenizer = tiny_tokenizer()
+    token = tokenizer.special("user_start")
+    schema = grammar(Form(tools(), calls, specials={mark: token}))
+    allowed = Schemas(tokenizer).grammar(schema or "").allowed()
+    assert int.from_bytes(allowed, "little") == 1 << token
 
 
 FIVE = {"enum": [5]}
@@ -99,7 +122,7 @@ REFERENCES: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", REFERENCES)
-@pytest.mark.parametrize(("calls", "call"), BOTH)
+@pytest.mark.parametrize(("calls", "call"), FORMS)
 def test_references_mean_in_one_argument_what_they_mean_in_the_function(case: str, calls: str, call: Any) -> None:
     parameters, good = REFERENCES[case]
     form = Form(tools(tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}]), calls)
@@ -118,15 +141,15 @@ def test_many_references_to_a_large_schema_are_refused_before_they_are_copied() 
     assert len(grammar(Form(offered, "xml")) or "") < 30_000
 
 
-@pytest.mark.parametrize(("calls", "call"), BOTH)
+@pytest.mark.parametrize(("calls", "call"), FORMS)
 def test_several_calls_are_written_where_the_client_says_so(calls: str, call: Any) -> None:
-    two = f"{call('clock')}\n{call('weather', city='a')}"
+    two = f"{call('clock')}\n{call('weather', city='a')}".replace(*BETWEEN[calls])
     assert refused_at(two, Form(tools(parallel_tool_calls=True), calls)) is None
     for said in ({}, {"parallel_tool_calls": False}):
         assert refused_at(two, Form(tools(**said), calls)) is not None
 
 
-@pytest.mark.parametrize(("calls", "call"), BOTH)
+@pytest.mark.parametrize(("calls", "call"), FORMS)
 def test_a_forced_call_follows_the_thought(calls: str, call: Any) -> None:
     thinks = Form(tools(), calls, THINK)
     assert refused_at(f"<think>\nhm < </th\n</think>\n\n{call('clock')}", thinks) is None
@@ -137,7 +160,7 @@ def test_a_forced_call_follows_the_thought(calls: str, call: Any) -> None:
     assert refused_at(f"<think>a</think>\n\n{call('clock')}", replace(thinks, closed=True)) is not None
 
 
-@pytest.mark.parametrize(("calls", "call"), BOTH)
+@pytest.mark.parametrize(("calls", "call"), FORMS)
 def test_a_schema_is_one_of_the_text_where_the_model_may_call_instead(calls: str, call: Any) -> None:
     schema, may = json.dumps({"enum": [5]}), tools(tool_choice="auto")
     for form, before in ((Form(may, calls), ""), (Form(may, calls, THINK, opened=True), "hm</think>\n\n")):

@@ -1,5 +1,6 @@
 """Messages of requests: whatever they spell, only the server itself writes special tokens."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,24 @@ THINKER = (
 CODER = THINKER.replace("<tool_call>{{ c.function.name }}", "<tool_call><function={{ c.function.name }}>")
 
 
+# Writes as Mistral's models do, and refuses IDs of other lengths, and questions that follow no reply.
+NINE = "{% if {id} | length != 9 %}{{ raise_exception('IDs have 9 characters') }}{% endif %}{{ {id} }}"
+LISTED = (
+    "{% set turns = namespace(users=0, all=0) %}{% for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (turns.all % 2 == 0) %}{{ raise_exception('not in turns') }}{% endif %}"
+    "{% set turns.all = turns.all + 1 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% if tools %}[tools]{{ tools[0].function.name }}{% endif %}"
+    "[INST]{{ m.content }}[/INST]{% elif m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}"
+    "{{ (c.function | tojson)[:-1] }}, \"id\": \"" + NINE.replace("{id}", "c.id") + "\"}{{ ', ' if not loop.last }}"
+    "{% endfor %}]{% elif m.role == 'tool' %}[result]{{ m.content }} " + NINE.replace("{id}", "m.tool_call_id") +
+    "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)  # fmt: skip
+NAMED = LISTED.replace(
+    "[TOOL_CALLS][{% for c in m.tool_calls %}{{ (c.function | tojson)[:-1] }}, ",
+    "{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}, ",
+)
+
+
 def folder(tmp_path: Path, template: str) -> Any:
     (write_folder(tmp_path, "qwen3") / "chat_template.jinja").write_text(template)
     return FolderTokenizer(tmp_path, VOCABULARY)
@@ -328,6 +347,9 @@ def test_arguments_of_earlier_calls_are_an_object_where_the_template_needs_one(
     ("template", "form"),
     [
         (CODER, "xml"),
+        (LISTED, "list"),
+        (NAMED, "args"),
+        (LISTED.replace("c.function | tojson", "{'id': 1, 'name': c.function.name} | tojson"), None),
         (FREE, None),
         (THINKER.replace("tool_call>", "call>"), None),
         (THINKER.replace("tools", "x"), None),
@@ -340,6 +362,33 @@ def test_the_form_of_calls_is_the_one_that_the_template_writes(template: str, fo
         chat = fitted(read_conversation([QUESTION, called("1"), result("rain", "1")]), described("x"), {}, tokenizer)
         text = tokenizer.decode(make_prompt(chat, 1, False, tokenizer, 4096)[0])
         assert "<tools>" in text and "<tool_response>rain</tool_response>" in text
+
+
+def test_a_template_that_takes_ids_of_nine_characters_gets_the_same_ones_every_time(tmp_path: Path) -> None:
+    tokenizer = folder(tmp_path, LISTED)
+    assert (tokenizer.call_format, tokenizer.takes_tools) == ("list", True)
+    long_id = "call_0123456789abcdef01234567"
+    sent = [QUESTION, called(long_id, "abcdefgh1"), result("snow", "abcdefgh1"), result("rain", long_id)]
+    chat = fitted(read_conversation(sent), described("x"), {}, tokenizer)
+    first = tokenizer.decode(make_prompt(chat, 1, False, tokenizer, 4096)[0])
+    short = first.partition("[result]rain ")[2][:9]
+    call = '{{"name": "a", "arguments": {{}}, "id": "{}"}}'.format
+    calls = f"[TOOL_CALLS][{call(short)}, {call('abcdefgh1')}]"
+    assert first == f"[tools]a[INST]Rain?[/INST]{calls}[result]rain {short}[result]snow abcdefgh1"
+    more = [*sent, {"role": "assistant", "content": "Yes"}, QUESTION]
+    chat = fitted(read_conversation(more), described("x"), {}, tokenizer)
+    longer = tokenizer.decode(make_prompt(chat, 1, False, tokenizer, 4096)[0])
+    assert longer == f"{first}Yes</s>[tools]a[INST]Rain?[/INST]"
+
+
+def test_a_question_beside_a_result_follows_an_empty_reply_where_the_template_wants_one(tmp_path: Path) -> None:
+    """Clients of Anthropic's format send words of the user in the message with the results."""
+    sent = read_conversation([QUESTION, called("1"), result("rain"), QUESTION])
+    for template, between in ((LISTED, "</s>[tools]a[INST]"), (THINKER, "[user]")):
+        tokenizer = folder(tmp_path, template)
+        chat = fitted(sent, described("x"), {}, tokenizer)
+        prompt = tokenizer.decode(make_prompt(chat, 1, False, tokenizer, 4096)[0])
+        assert re.search(rf"rain( \w{{9}})?{re.escape(between)}Rain\?", prompt)
 
 
 @pytest.mark.parametrize(
