@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -420,12 +421,13 @@ def free_port() -> int:
 
 
 class RankResult(NamedTuple):
-    """The output and the exit code of one rank's process."""
+    """The output and the exit code of one rank's process, and when it ended."""
 
     rank: int
     exit_code: int
     output: str
     errors: str
+    ended: float = 0.0  # by time.monotonic()
 
 
 def check_collectives(out: Output, ranks: int, megabytes: int, dtype: Any) -> float | None:
@@ -461,20 +463,37 @@ def check_collectives(out: Output, ranks: int, megabytes: int, dtype: Any) -> fl
 
 
 def wait_for_ranks(processes: Sequence[subprocess.Popen[str]]) -> list[RankResult]:
-    """Return the results of all ranks, and kill all of them if one takes too long."""
+    """Return the results of all ranks.
+
+    Kills the other ranks once one has failed, because they would wait for it, and all of them if
+    one takes too long.
+    """
     deadline = time.monotonic() + HCCL_SECONDS
-    results = []
-    for rank, process in enumerate(processes):
-        try:
-            remaining = max(deadline - time.monotonic(), 1)
-            output, errors = process.communicate(timeout=remaining)
-        except subprocess.TimeoutExpired:
-            for other in processes:
-                other.kill()
-            output, errors = process.communicate()
-            errors += f"\nrank {rank} did not answer within {HCCL_SECONDS} s"
-        results.append(RankResult(rank, process.returncode, output, errors))
-    return results
+    late = False
+    with ThreadPoolExecutor(len(processes)) as readers:
+        readings = [readers.submit(result_of, *ranked) for ranked in enumerate(processes)]
+        running = set(readings)
+        while running:
+            remaining = max(deadline - time.monotonic(), 0)
+            done, running = wait(running, remaining, return_when=FIRST_COMPLETED)
+            failed = any(reading.result().exit_code for reading in done)
+            late = late or not done
+            if failed or late:
+                for process in processes:
+                    process.kill()
+                wait(running)
+                break
+    results = [reading.result() for reading in readings]
+    if not late:
+        return results
+    note = f"\nno answer within {HCCL_SECONDS} s"
+    return [result._replace(errors=result.errors + note) for result in results]
+
+
+def result_of(rank: int, process: subprocess.Popen[str]) -> RankResult:
+    """Wait until a rank's process has ended, and return its result."""
+    output, errors = process.communicate()
+    return RankResult(rank, process.returncode, output, errors, time.monotonic())
 
 
 def report_collectives(
@@ -488,7 +507,8 @@ def report_collectives(
     """
     failed = [result for result in results if result.exit_code != 0]
     if failed:
-        report_failed_rank(out, failed[0])
+        # The first to end names the cause: the others were waiting for it.
+        report_failed_rank(out, min(failed, key=lambda result: result.ended))
         return None
     answers = [json.loads(result.output.strip().splitlines()[-1]) for result in results]
     for name in COLLECTIVES:
