@@ -284,6 +284,19 @@ def test_a_plan_starts_the_planner_and_nothing_else(clone: Clone) -> None:
     assert clone.calls.read_text().splitlines() == ["-m nanochat.planner --preset gpt2 --recipe ours"]
 
 
+@pytest.mark.parametrize(
+    ("preset", "cards", "processes", "flags"),
+    [("gpt2", 8, "", ""), ("gpt2", 8, "4", " --ranks 4"), ("d12", 6, "", " --ranks 4"), ("d20", 6, "", "")],
+)
+def test_a_plan_is_for_the_devices_that_the_run_would_take(
+    clone: Clone, preset: str, cards: int, processes: str, flags: str
+) -> None:
+    on_cards = {"FAKE_CARDS": str(cards), "NPROC_PER_NODE": processes, "NANOCHAT_DEVICE": "npu"}
+    code, out = clone.run("--preset", preset, "--plan", script="speedrun.sh", **on_cards)
+    assert code == 0, out
+    assert clone.calls.read_text().splitlines() == [f"-m nanochat.planner --preset {preset} --recipe ours{flags}"]
+
+
 def test_a_plan_of_another_model_or_corpus_is_refused(clone: Clone) -> None:
     for flag in ("--family=qwen3", "--data=mine"):
         code, out = clone.run("--preset=d12", "--plan", flag, script="speedrun.sh", NANOCHAT_DEVICE="cpu")
