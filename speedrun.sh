@@ -238,7 +238,7 @@ train() { # NAME MODULE FLAGS...: run a training stage, which saves checkpoints 
 preflight() { # FLAGS...: stop now if a later stage would lack data, disk or memory
     echo
     echo "== preflight"
-    python -m scripts.preflight --data "$data" --devices "$devices" --model_tag "$tag" "${family_flags[@]}" "$@"
+    python -m scripts.preflight --data "$data" --devices "$devices" --model_tag "$tag" "${family_flags[@]}" "${recipe_flags[@]}" "$@"
 }
 
 tokenizer_flags=() family_flags=() of_family=

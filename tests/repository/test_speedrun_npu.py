@@ -164,7 +164,9 @@ def test_the_run_to_gpt2_has_the_sizes_of_its_plan(clone: Clone, recipe: str, ei
     assert (cfg.model_tag == "d24") == (recipe == "ours") == (cfg.shape.bigram_rows == "auto")
     assert f"--vocab_size={preset.vocab_size}" in clone.called("scripts.tok_train")
     assert f"--data climbmix -n {preset.shards}" in clone.called("nanochat.dataset")
-    told = float(clone.called("scripts.preflight").partition("--tokens ")[2].split()[0])
+    checked = clone.called("scripts.preflight")
+    assert ("--bigram_rows=0 --offset_layers=0" in checked) == (recipe == "upstream")
+    told = float(checked.partition("--tokens ")[2].split()[0])
     assert told == pytest.approx(preset.ratio * size_of(preset.depth, preset.vocab_size).scaling, rel=1e-3)
 
 
