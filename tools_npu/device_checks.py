@@ -204,6 +204,7 @@ def open_card(out: Output) -> int:
     import torch
 
     from nanochat.platforms.ascend import chips as ascend_chips
+    from nanochat.platforms.ascend import environment as ascend_environment
     from nanochat.platforms.ascend import errors as ascend_errors
 
     out.begin("npu:0")
@@ -221,6 +222,7 @@ def open_card(out: Output) -> int:
             )
             return 0
         torch.npu.set_device(0)
+        ascend_environment.use_ready_kernels(torch.npu)
         total = float(torch.arange(100, device="npu:0").sum().cpu())
         soc = int(torch.npu.get_soc_version())
         name = torch.npu.get_device_name(0)

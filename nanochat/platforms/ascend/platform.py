@@ -118,6 +118,22 @@ class Ascend(Platform):
             return ""
         return tr("bfloat16 was asked for, but this NPU has no bf16; leave it out to use float16")
 
+    def slow_dtype(self, dtype: torch.dtype) -> str:
+        """Return a warning that a chip of the first generation has no float32 matrix products."""
+        if dtype != torch.float32 or not self.chip.saturates:
+            return ""
+        return tr(
+            "a {chip} multiplies float32 matrices in float16, by CANN's default, and without a loss "
+            "scale; float16, which has one, is faster and loses no more",
+            chip=self.chip.name,
+        )
+
+    def open(self) -> torch.device:
+        """Implement Platform.open, and choose where kernels come from."""
+        device = super().open()
+        environment.use_ready_kernels(self.module)
+        return device
+
     def cannot_open(self, failure: str) -> str:
         """Return a message that says why the card cannot be opened, and what may help."""
         return errors.cannot_open(self.index, failure)
