@@ -116,7 +116,7 @@ take_d12_devices() { # lower `devices` to 1, 2, 4, 8 or 16, which share the step
 }
 
 if [ -n "$plan" ]; then
-    read -r device _ devices _ < <(python -m nanochat.device)
+    read -r device _ devices _ < <(ask nanochat.device)
     all=$devices plan_flags=()
     take_processes
     if [ "$preset" = d12 ]; then take_d12_devices; fi
@@ -164,7 +164,7 @@ fi
 
 # --- what to train ---------------------------------------------------------------------------------
 
-read -r device dtype devices speed matmul eight_bits < <(python -m nanochat.device)
+read -r device dtype devices speed matmul eight_bits < <(ask nanochat.device)
 take_processes
 if [ "$preset" = auto ]; then
     if [ "$device" != cpu ] && [ "$speed" = fast ] && [ "$data" != tinyworld ]; then
@@ -293,7 +293,7 @@ ascend_d12() { # set the flags that the guides for Ascend publish, for 1, 2, 4, 
     base_flags=(--depth=12 --total_batch_size=262144)
     mid_flags=(--total_batch_size=262144)
     if [ "$device" = npu ]; then
-        plan=$(python -m nanochat.planner --depth=12 --total_batch_size=262144 --vocab_size=65536 --ranks="$devices")
+        plan=$(ask nanochat.planner --depth=12 --total_batch_size=262144 --vocab_size=65536 --ranks="$devices")
         rows=${plan##*--device_batch_size=}
         read -ra base_flags <<<"$plan"
         mid_flags+=(--device_batch_size="${rows%% *}")

@@ -30,6 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # A python that records how the stages are called.
 PYTHON = r"""#!/bin/bash
+case "$*" in "-m nanochat.device" | "-m nanochat.planner"*)
+    if [ "${ASCEND_SLOG_PRINT_TO_STDOUT:-}" = 1 ]; then echo "[INFO] RUNTIME(1,python): a line of CANN's log"; fi ;;
+esac
 case "$*" in
 *"import torch_npu"*) echo torch 2.9.0; echo torch_npu "${FAKE_TORCH_NPU:-2.9.0}"; exit ;;
 *tools_npu.setup*) exec REAL "$@" ;;
@@ -183,6 +186,13 @@ def test_more_ranks_than_visible_cards_are_refused(clone: Clone, ranks: str) -> 
     code, out = clone.run(FAKE_CARDS="2", NPROC_PER_NODE=ranks)
     assert code == 2 and "NPROC_PER_NODE must be from 1 to 2" in out and f"got {ranks}" in out
     assert clone.calls.read_text() == ""
+
+
+def test_cann_may_print_its_log(clone: Clone) -> None:
+    make_host(clone.host)
+    code, out = clone.run(FAKE_CARDS="2", ASCEND_SLOG_PRINT_TO_STDOUT="1")
+    assert code == 0 and "on npu in bfloat16 (2 device(s))" in out, out
+    assert "-- --data fineweb --model_tag=d12 --depth=12 --total_batch_size=262144" in clone.called("scripts.base_train")
 
 
 def test_flags_are_passed_on_and_the_users_preset_wins(clone: Clone) -> None:
