@@ -574,6 +574,16 @@ def check_card(out: Output, count: int, cann: str, bench: bool) -> None:
                 "规划器只规划训练，而这是推理卡",
             )
         )
+    if chip is not None and not chip.trains:  # a 310P has neither broadcast nor sums of int64
+        out.line(
+            Line(
+                "hccl",
+                SKIP,
+                "only training needs collectives, and this card is for inference",
+                "只有训练才需要集合通信，而这是推理卡",
+            )
+        )
+        return
     link = check_collectives(out, count, 256 if bench else 16, dtype)
     if figures:
         name = chip.name if chip else f"SoC {soc}"
