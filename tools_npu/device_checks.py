@@ -584,7 +584,10 @@ def check_card(out: Output, count: int, cann: str, bench: bool) -> None:
             )
         )
         return
-    link = check_collectives(out, count, 256 if bench else 16, dtype)
+    ranks = count
+    if chip is not None and chip.group:
+        ranks = max(joined for joined in (1, 2, 4, 8) if joined <= count)
+    link = check_collectives(out, ranks, 256 if bench else 16, dtype)
     if figures:
         name = chip.name if chip else f"SoC {soc}"
         out.begin("bench file")

@@ -132,6 +132,33 @@ def test_operators_are_compiled_for_every_shape_only_if_that_is_asked_for(
     assert card.compiles is compiles
 
 
+@pytest.mark.parametrize(
+    ("soc", "ranks", "visible", "refused", "warned"),
+    [
+        (102, 7, "", True, False),
+        (102, 8, "", False, False),
+        (102, 2, "4,5,6", False, False),
+        (102, 2, "3,4", False, True),
+        (223, 7, "", False, False),
+        (223, 2, "3,4", False, False),
+    ],
+)
+def test_only_groups_of_cards_that_collectives_join_are_started(
+    card: Card, soc: int, ranks: int, visible: str, refused: bool, warned: bool,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    card.soc = soc
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("HCCL_IF_BASE_PORT", "x")  # nothing is reserved
+    if refused:
+        with pytest.raises(UserError, match=r"join 1, 2, 4 or 8 cards of a host, not 7: start 4 processes"):
+            Ascend().ranks_met(0, 0, ranks)
+    else:
+        Ascend().ranks_met(0, 0, ranks)
+    assert ("all are among 0 to 3 or among 4 to 7" in capsys.readouterr().err) == warned
+
+
 def as_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set what torchrun sets for one of four ranks."""
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4"}
