@@ -96,8 +96,8 @@ def _check_hosts(compute: Compute) -> None:
         raise UserError(
             tr(
                 "every host must start the same number of ranks, but some start {least} and others "
-                "{most}. Start the command on every host with NPROC_PER_NODE={least} "
-                "(runs/multinode_npu.sh) or --nproc_per_node={least} (torchrun)",
+                "{most}. Start the command on every host with NPROC_PER_NODE={least} (the scripts in "
+                "runs/) or --nproc_per_node={least} (torchrun)",
                 least=min(counts),
                 most=max(counts),
             ),
