@@ -364,6 +364,14 @@ is_whole() {
     [ "$now" = "$stamp" ] || [ "${now/cargo no/cargo yes}" = "$stamp" ]
 }
 
+torch_is_of_npu() { # whether torch comes from setup_ascend.sh, in a pair with torch_npu
+    case ${NANOCHAT_DEVICE:-} in
+    npu) return 0 ;;
+    '') compgen -G "${ASCEND_ROOT_PREFIX:-}/dev/davinci[0-9]*" >/dev/null ;;
+    *) compgen -G "$SETUP_VENV/lib/python3*/site-packages/torch_npu" >/dev/null ;; # the torch beside it serves a CPU too
+    esac
+}
+
 keep_parts() { # keeps the installed parts, so that a speedrun after the tests does not remove the test tools
     local parts
     parts=$(grep -s '^parts' "$SETUP_VENV/setup.stamp") || return 0
@@ -417,7 +425,7 @@ setup_main() {
         esac
         shift
     done
-    if [ "${NANOCHAT_DEVICE:-}" = npu ] || compgen -G "${ASCEND_ROOT_PREFIX:-}/dev/davinci[0-9]*" >/dev/null; then TORCH=0; fi
+    if torch_is_of_npu; then TORCH=0; fi
     keep_parts
     if is_whole; then return; fi
     if command -v flock >/dev/null; then

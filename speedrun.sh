@@ -105,7 +105,24 @@ fi
 # shellcheck disable=SC2119  # setup_env must not get the flags of this script
 setup_env
 export OMP_WAIT_POLICY=PASSIVE # threads that wait long must not spin on cores that other processes need
-if [ -n "$plan" ]; then exec python -m nanochat.planner --preset "$preset" --recipe "$recipe"; fi
+
+take_d12_devices() { # lower `devices` to 1, 2, 4, 8 or 16, which share the step of d12 equally
+    local cards=16
+    while [ $cards -gt "$devices" ]; do cards=$((cards / 2)); done
+    if [ $cards -lt "$devices" ]; then
+        tell "speedrun: using $cards of $devices devices, because 262,144 tokens per step must divide evenly among them" "speedrun：使用 $devices 个设备中的 $cards 个，因为每步 262,144 个词元必须平均分给它们"
+        devices=$cards
+    fi
+}
+
+if [ -n "$plan" ]; then
+    read -r device _ devices _ < <(ask nanochat.device)
+    all=$devices plan_flags=()
+    take_processes
+    if [ "$preset" = d12 ]; then take_d12_devices; fi
+    if [ "$device" != cpu ] && [ "$devices" -ne "$all" ]; then plan_flags=(--ranks "$devices"); fi
+    exec python -m nanochat.planner --preset "$preset" --recipe "$recipe" "${plan_flags[@]}"
+fi
 base=$(python -m nanochat.common)
 export NANOCHAT_BASE_DIR=$base # one folder for this script and for Python, also if it was given with a ~
 
@@ -147,7 +164,7 @@ fi
 
 # --- what to train ---------------------------------------------------------------------------------
 
-read -r device dtype devices speed matmul eight_bits < <(python -m nanochat.device)
+read -r device dtype devices speed matmul eight_bits < <(ask nanochat.device)
 take_processes
 if [ "$preset" = auto ]; then
     if [ "$device" != cpu ] && [ "$speed" = fast ] && [ "$data" != tinyworld ]; then
@@ -221,7 +238,7 @@ train() { # NAME MODULE FLAGS...: run a training stage, which saves checkpoints 
 preflight() { # FLAGS...: stop now if a later stage would lack data, disk or memory
     echo
     echo "== preflight"
-    python -m scripts.preflight --data "$data" --devices "$devices" --model_tag "$tag" "${family_flags[@]}" "$@"
+    python -m scripts.preflight --data "$data" --devices "$devices" --model_tag "$tag" "${family_flags[@]}" "${recipe_flags[@]}" "$@"
 }
 
 tokenizer_flags=() family_flags=() of_family=
@@ -271,16 +288,12 @@ fineweb() { # SHARDS DEPTH; takes the corpus to fetch from corpus, the vocabular
 }
 
 ascend_d12() { # set the flags that the guides for Ascend publish, for 1, 2, 4, 8 or 16 cards; memory sets the rows per pass
-    local cards=16 rows
-    while [ $cards -gt "$devices" ]; do cards=$((cards / 2)); done
-    if [ $cards -lt "$devices" ]; then
-        tell "speedrun: using $cards of $devices devices, because 262,144 tokens per step must divide evenly among them" "speedrun：使用 $devices 个设备中的 $cards 个，因为每步 262,144 个词元必须平均分给它们"
-        devices=$cards
-    fi
+    local rows
+    take_d12_devices
     base_flags=(--depth=12 --total_batch_size=262144)
     mid_flags=(--total_batch_size=262144)
     if [ "$device" = npu ]; then
-        plan=$(python -m nanochat.planner --depth=12 --total_batch_size=262144 --vocab_size=65536 --ranks="$devices")
+        plan=$(ask nanochat.planner --depth=12 --total_batch_size=262144 --vocab_size=65536 --ranks="$devices")
         rows=${plan##*--device_batch_size=}
         read -ra base_flags <<<"$plan"
         mid_flags+=(--device_batch_size="${rows%% *}")

@@ -41,6 +41,18 @@ def batch_tokens(tokens: float, reference_tokens: float) -> int:
     return 2 ** round(math.log2(fitting))
 
 
+def shared_tokens(tokens: int, unit: int) -> int:
+    """Return a number of tokens per step near `tokens`, a multiple of `unit`: a row on every rank.
+
+    From 16 rows on, a rank has a multiple of eight. On seven ranks, the nearest number may be a
+    prime number of rows, which only passes of one row divide. runs/sizes.sh has the same rule.
+    """
+    rows = max(round(tokens / unit), 1)
+    if rows >= 16:
+        rows = (rows + 4) // 8 * 8
+    return rows * unit
+
+
 def rate_scale(tokens_per_step: int) -> float:
     """Return the factor on all learning rates for steps of `tokens_per_step` tokens.
 

@@ -23,7 +23,7 @@ prepare() { # make the environment of this host; sets `base`, `device`, `matmul`
     export OMP_WAIT_POLICY=PASSIVE
     base=$(python -m nanochat.common)
     export NANOCHAT_BASE_DIR=$base # one folder for these scripts and for Python, also if it was given with a ~
-    read -r device _ devices _ matmul _ < <(python -m nanochat.device)
+    read -r device _ devices _ matmul _ < <(ask nanochat.device)
     take_processes
 }
 

@@ -1,6 +1,10 @@
 # shellcheck shell=bash
 # The number of processes, and the size of a step that a preset asks for, on any number of devices; for speedrun.sh and
-# the scripts of this folder.
+# the scripts of this folder, which read both from modules.
+
+ask() { # MODULE FLAGS...: run a module whose output the script reads, into which CANN must not print its log
+    env -u ASCEND_SLOG_PRINT_TO_STDOUT python -m "$@"
+}
 
 # shellcheck disable=SC2154  # the script that sources this file sets device and devices
 take_processes() { # set `devices` to NPROC_PER_NODE, if that is set; end the script if that many cannot run

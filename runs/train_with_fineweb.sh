@@ -23,7 +23,7 @@ python -m scripts.tok_train --data=fineweb --max_chars=2000000000 --vocab_size=6
 step=$(fit total_batch_size 262144 2048)
 size=()
 if [ "$device" = npu ]; then
-    plan=$(python -m nanochat.planner --depth=12 "$step" --vocab_size=65536 --ranks="$devices")
+    plan=$(ask nanochat.planner --depth=12 "$step" --vocab_size=65536 --ranks="$devices")
     size=(--device_batch_size="${plan##*--device_batch_size=}")
 fi
 launch scripts.base_train --data=fineweb --model_tag=fineweb_base_d12 --depth=12 "$step" \

@@ -56,6 +56,10 @@ class Config:
     """Channels per head. auto: as base_train chooses it."""
     max_seq_len: int | Auto = "auto"
     """Context length in tokens. auto: as base_train chooses it."""
+    bigram_rows: int | Auto = "auto"
+    """Rows of the table of token pairs; 0: none. auto: as base_train chooses them."""
+    offset_layers: int | Auto = "auto"
+    """Layers that take half of each key from the token before. auto: as base_train chooses them."""
     vocab_size: int = 65_536
     """Number of tokens in the vocabulary."""
     tokens: float = 0
@@ -193,7 +197,15 @@ def check(cfg: Config, compute: Compute) -> None:
             ),
             2,
         )
-    flags = ShapeFlags(cfg.depth, cfg.model_dim, cfg.head_dim, cfg.max_seq_len, family=cfg.family)
+    flags = ShapeFlags(
+        cfg.depth,
+        cfg.model_dim,
+        cfg.head_dim,
+        cfg.max_seq_len,
+        bigram_rows=cfg.bigram_rows,
+        offset_layers=cfg.offset_layers,
+        family=cfg.family,
+    )
     shape = sizes.model_config(flags, cfg.vocab_size, cfg.data, compute)
     model = on_meta(shape, compute)
 

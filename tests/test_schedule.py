@@ -38,6 +38,14 @@ def test_the_batch_grows_as_a_power_of_the_horizon(ratio: float, expected: int) 
     assert schedule.batch_tokens(ratio * 1.3e9, 1.3e9) == expected
 
 
+@pytest.mark.parametrize(
+    ("ranks", "rows"),  # 256 rows a step: 36.6, 42.7, 51.2, 85.3, 32, 16 and 15.1 of a rank
+    [(7, 40), (6, 40), (5, 48), (3, 88), (8, 32), (16, 16), (17, 15), (1000, 1)],
+)
+def test_a_ranks_rows_divide_into_passes_of_several(ranks: int, rows: int) -> None:
+    assert schedule.shared_tokens(2**19, 2048 * ranks) == rows * 2048 * ranks
+
+
 def test_a_horizon_of_nothing_is_refused() -> None:
     with pytest.raises(UserError, match="target_param_data_ratio must be above 0"):
         schedule.batch_tokens(0.0, 1e9)

@@ -102,7 +102,10 @@ def main() -> None:
     import torch.distributed as dist
     import torch_npu  # noqa: F401 - the import defines torch.npu
 
+    from nanochat.platforms.ascend import environment as ascend_environment
+
     torch.npu.set_device(rank)
+    ascend_environment.use_ready_kernels(torch.npu)
     dist.init_process_group(
         "hccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
     )

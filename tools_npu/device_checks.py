@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -203,6 +204,7 @@ def open_card(out: Output) -> int:
     import torch
 
     from nanochat.platforms.ascend import chips as ascend_chips
+    from nanochat.platforms.ascend import environment as ascend_environment
     from nanochat.platforms.ascend import errors as ascend_errors
 
     out.begin("npu:0")
@@ -220,6 +222,7 @@ def open_card(out: Output) -> int:
             )
             return 0
         torch.npu.set_device(0)
+        ascend_environment.use_ready_kernels(torch.npu)
         total = float(torch.arange(100, device="npu:0").sum().cpu())
         soc = int(torch.npu.get_soc_version())
         name = torch.npu.get_device_name(0)
@@ -420,12 +423,13 @@ def free_port() -> int:
 
 
 class RankResult(NamedTuple):
-    """The output and the exit code of one rank's process."""
+    """The output and the exit code of one rank's process, and when it ended."""
 
     rank: int
     exit_code: int
     output: str
     errors: str
+    ended: float = 0.0  # by time.monotonic()
 
 
 def check_collectives(out: Output, ranks: int, megabytes: int, dtype: Any) -> float | None:
@@ -461,20 +465,37 @@ def check_collectives(out: Output, ranks: int, megabytes: int, dtype: Any) -> fl
 
 
 def wait_for_ranks(processes: Sequence[subprocess.Popen[str]]) -> list[RankResult]:
-    """Return the results of all ranks, and kill all of them if one takes too long."""
+    """Return the results of all ranks.
+
+    Kills the other ranks once one has failed, because they would wait for it, and all of them if
+    one takes too long.
+    """
     deadline = time.monotonic() + HCCL_SECONDS
-    results = []
-    for rank, process in enumerate(processes):
-        try:
-            remaining = max(deadline - time.monotonic(), 1)
-            output, errors = process.communicate(timeout=remaining)
-        except subprocess.TimeoutExpired:
-            for other in processes:
-                other.kill()
-            output, errors = process.communicate()
-            errors += f"\nrank {rank} did not answer within {HCCL_SECONDS} s"
-        results.append(RankResult(rank, process.returncode, output, errors))
-    return results
+    late = False
+    with ThreadPoolExecutor(len(processes)) as readers:
+        readings = [readers.submit(result_of, *ranked) for ranked in enumerate(processes)]
+        running = set(readings)
+        while running:
+            remaining = max(deadline - time.monotonic(), 0)
+            done, running = wait(running, remaining, return_when=FIRST_COMPLETED)
+            failed = any(reading.result().exit_code for reading in done)
+            late = late or not done
+            if failed or late:
+                for process in processes:
+                    process.kill()
+                wait(running)
+                break
+    results = [reading.result() for reading in readings]
+    if not late:
+        return results
+    note = f"\nno answer within {HCCL_SECONDS} s"
+    return [result._replace(errors=result.errors + note) for result in results]
+
+
+def result_of(rank: int, process: subprocess.Popen[str]) -> RankResult:
+    """Wait until a rank's process has ended, and return its result."""
+    output, errors = process.communicate()
+    return RankResult(rank, process.returncode, output, errors, time.monotonic())
 
 
 def report_collectives(
@@ -488,7 +509,8 @@ def report_collectives(
     """
     failed = [result for result in results if result.exit_code != 0]
     if failed:
-        report_failed_rank(out, failed[0])
+        # The first to end names the cause: the others were waiting for it.
+        report_failed_rank(out, min(failed, key=lambda result: result.ended))
         return None
     answers = [json.loads(result.output.strip().splitlines()[-1]) for result in results]
     for name in COLLECTIVES:
@@ -552,7 +574,20 @@ def check_card(out: Output, count: int, cann: str, bench: bool) -> None:
                 "规划器只规划训练，而这是推理卡",
             )
         )
-    link = check_collectives(out, count, 256 if bench else 16, dtype)
+    if chip is not None and not chip.trains:  # a 310P has neither broadcast nor sums of int64
+        out.line(
+            Line(
+                "hccl",
+                SKIP,
+                "only training needs collectives, and this card is for inference",
+                "只有训练才需要集合通信，而这是推理卡",
+            )
+        )
+        return
+    ranks = count
+    if chip is not None and chip.group:
+        ranks = max(joined for joined in (1, 2, 4, 8) if joined <= count)
+    link = check_collectives(out, ranks, 256 if bench else 16, dtype)
     if figures:
         name = chip.name if chip else f"SoC {soc}"
         out.begin("bench file")

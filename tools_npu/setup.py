@@ -42,6 +42,7 @@ CHINESE_MARKS = {"warning": "警告", "error": "错误"}
 # --fix does not touch variables whose names begin so, because only the user knows the right value.
 PLACES = ("ASCEND_HOME", "ASCEND_OPP", "CUDA_")
 PROBE_SECONDS = 180
+NO_ANSWER = f"no answer within {PROBE_SECONDS} s"
 # The name of a missing library of CANN or the driver, which reinstalling the pair cannot provide.
 LIBRARY = r"lib\w+\.so[\w.]*"
 PROBE = (
@@ -303,7 +304,7 @@ def probe(python: str, env: Mapping[str, str], cards: bool) -> Pair:
             failure = (errors or f"exit code {process.returncode}").splitlines()[-1]
     except subprocess.TimeoutExpired as late:
         output = late.stdout or b""
-        failure = f"no answer within {PROBE_SECONDS} s"
+        failure = NO_ANSWER
     values = {}
     for line in output.decode("utf-8", "replace").splitlines():
         name_and_value = line.split(None, 1)
@@ -504,8 +505,10 @@ def install_pair(
         pair = Pair("", "", "not yet loaded")
 
     # A pair that stays was already loaded above. With another numpy, a card may open that did not
-    # open there.
-    if not options.dry_run and (not pair.loads or pair.closed):
+    # open there, but not one that gave no answer.
+    if pair.closed == NO_ANSWER:
+        report_closed(pair)
+    elif not options.dry_run and (not pair.loads or pair.closed):
         new = job_environment(inventory, torch_npu, env, options.fix)
         check_pair(new, cards, options.fix)
     return torch_npu
@@ -521,11 +524,18 @@ def check_pair(env: Mapping[str, str], cards: bool, fix: bool) -> None:
     if not pair.loads:
         report_load_failure(pair, cards, fix)
     if pair.closed:
-        say(
-            f"card 0 does not open: {pair.closed[:200]}. `python check_npu.py` names the cause",
-            f"NPU 0 打不开：{pair.closed[:200]}。运行 python check_npu.py 查明原因",
-            "warning",
-        )
+        report_closed(pair)
+
+
+def report_closed(pair: Pair) -> None:
+    """Warn that card 0 does not open, and say what to do."""
+    say(
+        f"card 0 does not open: {pair.closed[:200]}. `python check_npu.py` names the cause; to work "
+        "without this card, leave it out of ASCEND_RT_VISIBLE_DEVICES",
+        f"NPU 0 打不开：{pair.closed[:200]}。运行 python check_npu.py 查明原因；要避开这张卡，"
+        "ASCEND_RT_VISIBLE_DEVICES 里就不要写它",
+        "warning",
+    )
 
 
 def report_load_failure(pair: Pair, cards: bool, fix: bool) -> None:

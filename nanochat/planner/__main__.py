@@ -374,11 +374,14 @@ def main(cfg: Config) -> None:
     if cfg.finetune:
         print(finetune_table(cfg, chip, bench))
         return
+    rates, source = rates_for(chip, bench)
     if cfg.model is not None:
         check_trains(chip)
-        print_forecast(tuning_of(cfg, cfg.model, max(ranks, 1)), cfg.model.name, chip)
+        tuning = tuning_of(cfg, cfg.model, max(ranks, 1))
+        if rates is not None:
+            tuning = tuning.on_servers_of(rates.server)
+        print_forecast(tuning, cfg.model.name, chip)
         return
-    rates, source = rates_for(chip, bench)
     size = size_of(cfg.depth, cfg.vocab_size)
     ranks = max(ranks, 1)
     batch = batch_of(size, ranks) if cfg.total_batch_size == "auto" else cfg.total_batch_size

@@ -5,6 +5,7 @@ a separate process, because the other ranks of the step do not exist, and a proc
 nothing replaces them.
 """
 
+import contextlib
 import gc
 import json
 import math
@@ -55,6 +56,7 @@ class Tuning:
     offload_activations: bool = False
     shard: parallel.Sharding = "grad"
     ranks: int = 1
+    ranks_on_host: int | None = None  # None: as many as the launcher says, or else all
     dtype: str = "bfloat16"  # number format of the computation
     on_host: bool = False  # whether the device is the host, whose memory offloading would not save
     base_bits: int = 16  # 4: the frozen matrices are in NF4
@@ -63,6 +65,16 @@ class Tuning:
     def offloads(self) -> bool:
         """True if the inputs of layers are kept in host memory until the backward pass."""
         return self.offload_activations and not self.on_host
+
+    def on_servers_of(self, cards: int) -> "Tuning":
+        """Return the settings on as few servers of `cards` cards as possible, which share evenly.
+
+        Every server holds a copy of the model.
+        """
+        servers = math.ceil(self.ranks / cards)
+        if servers == 1:
+            return self
+        return replace(self, ranks_on_host=math.ceil(self.ranks / servers))
 
 
 @dataclass(frozen=True)
@@ -209,8 +221,23 @@ def build_model(tuning: Tuning, compute: Compute) -> Qwen:
         hold_in_nf4(model, compute.dtype)
     model.checkpoints = tuning.checkpoint_activations
     model.offloads = tuning.offloads
-    parallel.shard(model, model.shard_groups(), compute, tuning.shard)
+    with _ranks_on_host(tuning.ranks_on_host):
+        parallel.shard(model, model.shard_groups(), compute, tuning.shard)
     return model
+
+
+@contextlib.contextmanager
+def _ranks_on_host(ranks: int | None) -> Iterator[None]:
+    """Let shard() find this number of ranks on a host in this block; None leaves the launcher's."""
+    launched = os.environ.get("LOCAL_WORLD_SIZE")
+    if ranks is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+    try:
+        yield
+    finally:
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+        if launched is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = launched
 
 
 def build_optimizers(model: Qwen, compute: Compute) -> Optimizers:

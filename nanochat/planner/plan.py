@@ -69,7 +69,7 @@ def batch_of(size: Size, ranks: int, ratio: float = RATIO) -> int:
         return preset
     reference_tokens = RATIO * schedule.REFERENCE_SCALING_PARAMETERS
     tokens = schedule.batch_tokens(ratio * size.scaling, reference_tokens)
-    return max(round(tokens / unit), 1) * unit
+    return schedule.shared_tokens(tokens, unit)
 
 
 def check_trains(chip: Chip) -> None:

@@ -198,6 +198,8 @@ class Planner:
     ) -> Recipe | None:
         """Return the recipe of the first settings that fit, or None if none fit."""
         for tuning in settings(shape, lora, ranks, bits):
+            if self.rates is not None:
+                tuning = tuning.on_servers_of(self.rates.server)
             memory = self.memory_of(name, tuning)
             if memory.peak <= self.budget:
                 return Recipe(tuning, memory, *self.hours(tuning, memory))

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import os
 import sys
 import uuid
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from nanochat.common import UserError, base_dir, tr
 from nanochat.device import Compute
+from nanochat.runtime import parallel
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("nanochat", "scripts", "tasks")
@@ -65,7 +65,8 @@ def _digest(path: Path) -> str:
 def check_start(settings: Mapping[str, Any], compute: Compute) -> None:
     """Raise UserError if the ranks differ in settings, code, torch, number format or base folder.
 
-    The kind of device and the number of ranks per host must agree, too. Every rank must call this.
+    The kind of device and the number of ranks on each host must agree, too. Every rank must call
+    this.
     This also hashes the code now, for later checkpoints, since files may be edited while the run
     trains.
     """
@@ -78,10 +79,30 @@ def check_start(settings: Mapping[str, Any], compute: Compute) -> None:
         "torch": torch.__version__,
         "device": compute.device_type,
         "number format": str(compute.dtype),
-        "ranks on its host": os.environ.get("LOCAL_WORLD_SIZE"),
     }
+    _check_hosts(compute)
     check({**facts, **code()}, compute)
     _check_folder(compute)
+
+
+def _check_hosts(compute: Compute) -> None:
+    """Raise UserError on every rank if hosts have different numbers of ranks.
+
+    They would split the model over the ranks in different ways.
+    """
+    counts = [0] * compute.world_size
+    dist.all_gather_object(counts, parallel.ranks_per_host(compute))
+    if len(set(counts)) > 1:
+        raise UserError(
+            tr(
+                "every host must start the same number of ranks, but some start {least} and others "
+                "{most}. Start the command on every host with NPROC_PER_NODE={least} (the scripts in "
+                "runs/) or --nproc_per_node={least} (torchrun)",
+                least=min(counts),
+                most=max(counts),
+            ),
+            exit_code=2,
+        )
 
 
 def check(facts: Mapping[str, Any], compute: Compute) -> None:

@@ -423,7 +423,7 @@ def batch(
         log(tr("total_batch_size: {total:,} tokens a step (as the run began)", total=total))
     elif total == "auto":
         fitting, why = _step_tokens(corpus, tokens)
-        total = max(round(fitting / unit), 1) * unit
+        total = schedule.shared_tokens(fitting, unit)
         log(tr("total_batch_size: {total:,} tokens a step ({why})", total=total, why=why))
     rows = flags.device_batch_size
     if rows == "auto" and requested_passes is not None:

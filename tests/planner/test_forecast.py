@@ -118,6 +118,13 @@ def test_two_ranks_take_what_was_forecast(told: Callable[[Tuning], Memory]) -> N
         assert abs(expected.peak / real.peak - 1) < 0.1, (tuning.shard, expected, real)
 
 
+def test_each_of_several_servers_holds_a_copy_of_the_model(told: Callable[[Tuning], Memory]) -> None:
+    full = Tuning(QWEN3, None, ranks=4, shard="full")
+    two_servers = full.on_servers_of(3)
+    assert two_servers.ranks_on_host == 2 and full.on_servers_of(4) == full
+    assert told(two_servers).state == told(replace(full, ranks=2)).state > 1.9 * told(full).state
+
+
 SAVING = {"checkpoint_activations": True, "offload_activations": True}
 
 

@@ -36,6 +36,7 @@ class Card:
     count: int = 8
     free: int = 60 * GIB
     broken: str = ""
+    compiles: bool | None = None  # None: as the chip does by default
     calls: list[str] = field(default_factory=list)
 
     def is_bf16_supported(self) -> bool:
@@ -51,6 +52,9 @@ class Card:
         if self.broken:
             raise RuntimeError(self.broken)
         self.calls.append(f"set_device {index}")
+
+    def set_compile_mode(self, jit_compile: bool) -> None:
+        self.compiles = jit_compile
 
     def mem_get_info(self) -> tuple[int, int]:
         return self.free, 64 * GIB
@@ -107,6 +111,52 @@ def test_bf16_is_refused_on_a_chip_without(card: Card, monkeypatch: pytest.Monke
     monkeypatch.delenv("NANOCHAT_DTYPE")
     with pytest.raises(UserError, match="bfloat16 was asked for, but this NPU has no bf16"):
         compute_init("npu").in_format("bfloat16")
+
+
+def test_a_910a_is_warned_of_float32_and_others_are_not(
+    card: Card, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOCHAT_DTYPE", "float32")
+    for soc, warned in ((223, False), (102, True)):
+        card.soc = soc
+        assert compute_init("npu").dtype == torch.float32
+        assert ("a 910A multiplies float32 matrices in float16" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize(("setting", "compiles"), [("", False), ("0", False), ("1", True)])
+def test_operators_are_compiled_for_every_shape_only_if_that_is_asked_for(
+    card: Card, setting: str, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_JIT_COMPILE", setting)
+    compute_init("npu")
+    assert card.compiles is compiles
+
+
+@pytest.mark.parametrize(
+    ("soc", "ranks", "visible", "refused", "warned"),
+    [
+        (102, 7, "", True, False),
+        (102, 8, "", False, False),
+        (102, 2, "4,5,6", False, False),
+        (102, 2, "3,4", False, True),
+        (223, 7, "", False, False),
+        (223, 2, "3,4", False, False),
+    ],
+)
+def test_only_groups_of_cards_that_collectives_join_are_started(
+    card: Card, soc: int, ranks: int, visible: str, refused: bool, warned: bool,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    card.soc = soc
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("HCCL_IF_BASE_PORT", "x")  # nothing is reserved
+    if refused:
+        with pytest.raises(UserError, match=r"join 1, 2, 4 or 8 cards of a host, not 7: start 4 processes"):
+            Ascend().ranks_met(0, 0, ranks)
+    else:
+        Ascend().ranks_met(0, 0, ranks)
+    assert ("all are among 0 to 3 or among 4 to 7" in capsys.readouterr().err) == warned
 
 
 def as_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ PYTHON = r"""#!/bin/bash
 case "$2" in
 *"import torch_npu"*)
     version=$(cat "${0%/bin/python}/torch_npu")
+    if [ -n "${PROBES:-}" ]; then echo probe >>"$PROBES"; fi
     case $version in
     broken) echo torch 2.9.0; echo "ImportError: undefined symbol: _ZN2at" >&2; exit 1 ;;
     no-hal) echo torch 2.9.0; echo "ImportError: libascend_hal.so: cannot open shared object file" >&2; exit 1 ;;
@@ -219,6 +220,15 @@ def test_a_pair_that_loads_and_fits_is_kept_even_if_a_card_does_not_open(clone: 
     code, out = clone.run(FAKE_CLOSED="SetPrecisionMode: error code is 500001")
     assert code == 0 and "warning: card 0" in out and "500001" in out
     assert clone.called == ["setup_env --numpy 2"] * 2
+
+
+def test_a_card_that_gives_no_answer_is_asked_once(clone: Clone, tmp_path: Path) -> None:
+    clone.make_host(cann="9.0.0")
+    clone.has_pair("2.8.0.post4")
+    code, out = clone.run(FAKE_CLOSED=setup.NO_ANSWER, PROBES=str(tmp_path / "probes"))
+    assert code == 0 and "warning: card 0 does not open: no answer within 180 s" in out
+    assert "leave it out of ASCEND_RT_VISIBLE_DEVICES" in out
+    assert (tmp_path / "probes").read_text() == "probe\n"
 
 
 def test_no_python_at_all(clone: Clone) -> None:

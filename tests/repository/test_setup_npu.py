@@ -58,6 +58,16 @@ def test_set_up_and_speedrun_agree_where_torch_npu_was_there_before(machine: Mac
     assert len(machine.called(" pip ")) == calls
 
 
+def test_a_host_whose_npus_cannot_be_used_trains_on_its_cpu(machine: Machine, tmp_path: Path) -> None:
+    """speedrun_npu.sh offers NANOCHAT_DEVICE=cpu where CANN is missing, so no torch_npu can be installed."""
+    (tmp_path / "host/dev").mkdir(parents=True)
+    (tmp_path / "host/dev/davinci0").touch()
+    host = {"ASCEND_ROOT_PREFIX": str(tmp_path / "host"), "FAKE_NO_TORCH_NPU": "1"}
+    assert machine.run(**host)[0] == 1
+    assert machine.run(NANOCHAT_DEVICE="cpu", **host)[0] == 0
+    assert machine.called("requirements-torch.lock")
+
+
 def test_every_pair_that_set_up_may_pick_has_hashes() -> None:
     pins = (ROOT / "locks" / "requirements-pairs.lock").read_text(encoding="utf-8").split()
     for row in (*tables.TABLE, tables.NEWEST):

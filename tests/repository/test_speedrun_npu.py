@@ -30,6 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # A python that records how the stages are called.
 PYTHON = r"""#!/bin/bash
+case "$*" in "-m nanochat.device" | "-m nanochat.planner"*)
+    if [ "${ASCEND_SLOG_PRINT_TO_STDOUT:-}" = 1 ]; then echo "[INFO] RUNTIME(1,python): a line of CANN's log"; fi ;;
+esac
 case "$*" in
 *"import torch_npu"*) echo torch 2.9.0; echo torch_npu "${FAKE_TORCH_NPU:-2.9.0}"; exit ;;
 *tools_npu.setup*) exec REAL "$@" ;;
@@ -164,7 +167,9 @@ def test_the_run_to_gpt2_has_the_sizes_of_its_plan(clone: Clone, recipe: str, ei
     assert (cfg.model_tag == "d24") == (recipe == "ours") == (cfg.shape.bigram_rows == "auto")
     assert f"--vocab_size={preset.vocab_size}" in clone.called("scripts.tok_train")
     assert f"--data climbmix -n {preset.shards}" in clone.called("nanochat.dataset")
-    told = float(clone.called("scripts.preflight").partition("--tokens ")[2].split()[0])
+    checked = clone.called("scripts.preflight")
+    assert ("--bigram_rows=0 --offset_layers=0" in checked) == (recipe == "upstream")
+    told = float(checked.partition("--tokens ")[2].split()[0])
     assert told == pytest.approx(preset.ratio * size_of(preset.depth, preset.vocab_size).scaling, rel=1e-3)
 
 
@@ -181,6 +186,13 @@ def test_more_ranks_than_visible_cards_are_refused(clone: Clone, ranks: str) -> 
     code, out = clone.run(FAKE_CARDS="2", NPROC_PER_NODE=ranks)
     assert code == 2 and "NPROC_PER_NODE must be from 1 to 2" in out and f"got {ranks}" in out
     assert clone.calls.read_text() == ""
+
+
+def test_cann_may_print_its_log(clone: Clone) -> None:
+    make_host(clone.host)
+    code, out = clone.run(FAKE_CARDS="2", ASCEND_SLOG_PRINT_TO_STDOUT="1")
+    assert code == 0 and "on npu in bfloat16 (2 device(s))" in out, out
+    assert "--model_tag=d12 --depth=12 --total_batch_size=262144" in clone.called("scripts.base_train")
 
 
 def test_flags_are_passed_on_and_the_users_preset_wins(clone: Clone) -> None:
@@ -282,6 +294,19 @@ def test_a_plan_starts_the_planner_and_nothing_else(clone: Clone) -> None:
     code, out = clone.run("--preset", "gpt2", "--plan", script="speedrun.sh", NANOCHAT_DEVICE="cpu")
     assert (code, out.strip()) == (0, "--depth=12 --total_batch_size=262144 --device_batch_size=32")
     assert clone.calls.read_text().splitlines() == ["-m nanochat.planner --preset gpt2 --recipe ours"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "cards", "processes", "flags"),
+    [("gpt2", 8, "", ""), ("gpt2", 8, "4", " --ranks 4"), ("d12", 6, "", " --ranks 4"), ("d20", 6, "", "")],
+)
+def test_a_plan_is_for_the_devices_that_the_run_would_take(
+    clone: Clone, preset: str, cards: int, processes: str, flags: str
+) -> None:
+    on_cards = {"FAKE_CARDS": str(cards), "NPROC_PER_NODE": processes, "NANOCHAT_DEVICE": "npu"}
+    code, out = clone.run("--preset", preset, "--plan", script="speedrun.sh", **on_cards)
+    assert code == 0, out
+    assert clone.calls.read_text().splitlines() == [f"-m nanochat.planner --preset {preset} --recipe ours{flags}"]
 
 
 def test_a_plan_of_another_model_or_corpus_is_refused(clone: Clone) -> None:

@@ -42,6 +42,8 @@ def said(compute: Compute, **differs: Any) -> str:
             patch.setattr(fingerprint, "code", lambda: code)
         if "torch" in differs:
             patch.setattr(fingerprint.torch, "__version__", differs["torch"])
+        if "on_host" in differs:
+            patch.setenv("LOCAL_WORLD_SIZE", differs["on_host"])
         if "folder" in differs:
             patch.setenv("NANOCHAT_BASE_DIR", str(differs["folder"]))
     try:
@@ -58,7 +60,7 @@ def differences(compute: Compute, other_folder: Path) -> list[str]:
     kinds: list[dict[str, Any]] = [
         {}, {"settings": {"depth": 6}}, {"settings": {"seed": 43}}, {"settings": {"tokenizer": "ffff"}},
         {"code": {"nanochat/gpt.py": "other"}}, {"torch": "2.7.0"}, {"code": {f"{i}.py": "more" for i in range(9)}},
-        {"folder": other_folder}, {},
+        {"folder": other_folder}, {}, {"on_host": "1"},
     ]  # fmt: skip
     return [said(compute, **kind) for kind in kinds]
 
@@ -73,6 +75,7 @@ def test_every_rank_says_which_rank_differs_in_what(base_folder: Path, tmp_path:
         assert "nanochat/gpt.py is other on rank 2, " in words[4]
         assert "torch is 2.7.0 on rank 2, " in words[5]
         assert "0.py is more on rank 2, missing on rank 0" in words[6] and "; and 5 more" in words[6]
+        assert "some start 1 and others 3. Start the command on every host with NPROC_PER_NODE=1 " in words[9]
         assert "rank(s) 2 do not see the base folder of rank 0. Set NANOCHAT_BASE_DIR" in words[7]
     assert not [path for path in base_folder.iterdir() if path.name.startswith(".start")]
 

@@ -43,6 +43,14 @@ def test_the_size_is_that_of_the_family(family: Family, capsys: pytest.CaptureFi
     assert f"to train {parameters:,} parameters" in capsys.readouterr().out
 
 
+def test_the_size_of_upstreams_recipe_is_that_of_upstreams_model(capsys: pytest.CaptureFixture[str]) -> None:
+    upstream = {"bigram_rows": 0, "offset_layers": 0}
+    flags = {**SMALL, **upstream, "depth": 8, "model_dim": "auto", "head_dim": "auto"}
+    preflight.check(Config(**{**flags, "data": "mine", "conversations": "tinyworld"}), on_cpu())
+    parameters = size_of(8, 512, upstream=True).parameters
+    assert f"to train {parameters:,} parameters" in capsys.readouterr().out
+
+
 def test_everything_that_is_missing_is_named_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(url: str) -> bool:
         raise OSError(f"no network to {url}")

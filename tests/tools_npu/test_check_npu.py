@@ -388,6 +388,27 @@ def test_a_rank_that_fails_is_explained_by_its_error_code(capsys: pytest.Capture
     )
 
 
+def ranks_of(*programs: str) -> list[subprocess.Popen[str]]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [subprocess.Popen(["bash", "-c", program], **pipes) for program in programs]  # type: ignore[call-overload]
+
+
+def test_the_rank_that_fails_is_named_and_not_those_that_wait_for_it() -> None:
+    waits = "exec sleep 60"
+    results = device_checks.wait_for_ranks(ranks_of(waits, "echo 'EI0019: port' >&2; exit 1", waits))
+    assert [result.exit_code for result in results] == [-9, 1, -9]
+    told = Told()
+    device_checks.report_collectives(told, results, 3)
+    assert [line.english for line in told.lines] == ["rank 1: EI0019: port"]
+
+
+def test_ranks_that_all_wait_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_checks, "HCCL_SECONDS", 0.1)
+    results = device_checks.wait_for_ranks(ranks_of("exec sleep 60", "echo {}"))
+    assert [(result.exit_code, result.output) for result in results] == [(-9, ""), (0, "{}\n")]
+    assert results[0].errors == "\nno answer within 0.1 s"
+
+
 # --- the emulated NPU ------------------------------------------------------------------------------
 
 
@@ -421,9 +442,10 @@ def test_two_emulated_910b3_pass_every_numeric_and_collective_check() -> None:
 
 
 @pytest.mark.npu
-@pytest.mark.parametrize("chip", ["910A", "310P"])
-def test_chips_without_bf16_skip_it_and_fail_nothing(chip: str) -> None:
-    code, found = emulated(chip, 1, *(["--bench"] if chip == "310P" else []))
+@pytest.mark.parametrize(("chip", "cards"), [("910A", 1), ("310P", 2)])
+def test_chips_without_bf16_skip_it_and_fail_nothing(chip: str, cards: int) -> None:
+    """Two 310P have no collectives to check."""
+    code, found = emulated(chip, cards, *(["--bench"] if chip == "310P" else []))
     assert [(name, check["text"]) for name, check in found.items() if check["status"] == FAIL] == []
     assert code == 0
     assert found["matmul bfloat16"]["status"] == SKIP and found["hccl"]["status"] == SKIP

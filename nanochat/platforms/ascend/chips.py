@@ -30,6 +30,9 @@ class AscendChip:
     # Whether an overflow gives the largest number instead of inf, and only sets a status flag.
     saturates: bool = False
     operators: tuple[str, ...] = ()  # names in torch_npu, if kernels is "listed"
+    # The cards of a server form groups of so many, numbered in order; collectives join 1, 2, 4 or 8
+    # cards, and fewer than 8 only within a group. 0: any cards.
+    group: int = 0
 
 
 # The operators that op-plugin's pages list for the Ascend 950 (the products table of each operator,
@@ -47,6 +50,7 @@ CHIPS = (
         source="data sheet, fp16",
         memory_gib=32,
         saturates=True,
+        group=4,
     ),
     AscendChip(
         "310P",

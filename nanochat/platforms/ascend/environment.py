@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
+from typing import Any
 
 from nanochat.common import tr
 
@@ -67,6 +68,16 @@ def prepare_loading(
     if not any(name in environ for name in ALLOCATORS):
         environ[allocator_variable(torch_npu)] = "expandable_segments:True"
     return ""
+
+
+def use_ready_kernels(npu: Any, environ: Mapping[str, str] = os.environ) -> None:
+    """Make torch_npu, whose torch.npu is `npu`, take kernels from CANN's ops package where it can.
+
+    By default, it does so only from the 910B1 on. A 910A or 310P compiles an operator, which takes
+    seconds, each time its inputs have a new shape: replies and evaluations would hardly move. With
+    NPU_JIT_COMPILE=1, every chip compiles, which may suit a run whose shapes stay the same.
+    """
+    npu.set_compile_mode(jit_compile=environ.get("NPU_JIT_COMPILE", "0") not in ("", "0"))
 
 
 def prepare_collectives(environ: MutableMapping[str, str] = os.environ) -> int:

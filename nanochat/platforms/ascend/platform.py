@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanochat.common import UserError, log, tr
+from nanochat.common import UserError, log, tr, warn
 from nanochat.platforms.ascend import environment, errors, kernels
 from nanochat.platforms.ascend.chips import CHIPS, AscendChip, called, chip_of
 from nanochat.platforms.ascend.environment import PortBlocks
@@ -118,6 +118,22 @@ class Ascend(Platform):
             return ""
         return tr("bfloat16 was asked for, but this NPU has no bf16; leave it out to use float16")
 
+    def slow_dtype(self, dtype: torch.dtype) -> str:
+        """Return a warning that a chip of the first generation has no float32 matrix products."""
+        if dtype != torch.float32 or not self.chip.saturates:
+            return ""
+        return tr(
+            "a {chip} multiplies float32 matrices in float16, by CANN's default, and without a loss "
+            "scale; float16, which has one, is faster and loses no more",
+            chip=self.chip.name,
+        )
+
+    def open(self) -> torch.device:
+        """Implement Platform.open, and choose where kernels come from."""
+        device = super().open()
+        environment.use_ready_kernels(self.module)
+        return device
+
     def cannot_open(self, failure: str) -> str:
         """Return a message that says why the card cannot be opened, and what may help."""
         return errors.cannot_open(self.index, failure)
@@ -137,10 +153,12 @@ class Ascend(Platform):
 
         Local rank 0 reserves the block at HCCL_IF_BASE_PORT. If the variable is not set, local rank
         0 reserves a free block, if any, and all ranks of the host set the variable to the block's
-        start. Raises UserError if the user's block is taken.
+        start. Raises UserError if the user's block is taken, or if the chip's collectives cannot
+        join the cards of this host.
         """
         if world_size == 1:
             return
+        self._check_group(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size))
         requested_port = os.environ.get("HCCL_IF_BASE_PORT")
         if requested_port:
             if local_rank == 0 and requested_port.isdigit():
@@ -153,6 +171,36 @@ class Ascend(Platform):
         base = int(blocks[rank - local_rank])
         if base:
             os.environ["HCCL_IF_BASE_PORT"] = str(base)
+
+    def _check_group(self, ranks: int) -> None:
+        """Raise UserError or warn if collectives do not join the first `ranks` visible cards."""
+        group = self.chip.group
+        if not group or ranks == 1:
+            return
+        joined = [count for count in (1, 2, 4, 8) if count <= ranks]
+        if ranks not in joined:
+            raise UserError(
+                tr(
+                    "the collectives of a {chip} join 1, 2, 4 or 8 cards of a host, not {ranks}: "
+                    "start {fewer} processes, with NPROC_PER_NODE={fewer} or torchrun "
+                    "--nproc_per_node={fewer}",
+                    chip=self.chip.name,
+                    ranks=ranks,
+                    fewer=joined[-1],
+                ),
+                exit_code=2,
+            )
+        setting = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")
+        cards = [int(word) for word in setting.split(",") if word.strip().isdigit()][:ranks]
+        if ranks <= group and len({card // group for card in cards}) > 1:
+            warn(
+                tr(
+                    "the collectives of a {chip} join 2 or 4 cards only if all are among 0 to 3 or "
+                    "among 4 to 7, but ASCEND_RT_VISIBLE_DEVICES={setting}",
+                    chip=self.chip.name,
+                    setting=setting,
+                )
+            )
 
     def _hold_ports(self, base: int) -> None:
         taken_port = self.ports.hold(base)

@@ -75,16 +75,22 @@ def largest(
 
     Each `attempt` returns a peak in bytes, on which the ranks then decide together. From the third
     attempt on, the search stops if extrapolating the last two shows that the next size would not
-    fit, because no rank may run out of memory alone while the others wait for it. Raises UserError
-    if one of several ranks still runs out of memory, or if not even the smallest size fits.
+    fit, because no rank may run out of memory alone while the others wait for it. If the second
+    size is more than twice the first, twice the first is tried in between, only to extrapolate.
+    Raises UserError if one of several ranks still runs out of memory, or if not even the smallest
+    size fits.
     """
     budget = parallel.least(budget, compute)
+    trials = list(sizes)
+    if len(trials) > 1 and trials[1] > 2 * trials[0]:
+        trials.insert(1, 2 * trials[0])
     tried: list[tuple[int, int]] = []  # (size, the most bytes that any rank took)
-    for size in sizes:
+    found = trials[0]
+    for size in trials:
         if len(tried) >= 2:
             expected = _expected(tried, size)
             if expected > budget:
-                return tried[-1][0], tr(
+                return found, tr(
                     "{size} would take {expected} of {budget}",
                     size=size,
                     expected=_gib(expected),
@@ -96,7 +102,7 @@ def largest(
             if not memory.ran_out(failure):
                 raise
             if tried and compute.world_size == 1:
-                return tried[-1][0], tr("{size} ran out of memory", size=size)
+                return found, tr("{size} ran out of memory", size=size)
             raise memory.advice(size, size) from failure
         peak_bytes = -parallel.least(-peak_bytes, compute)
         if peak_bytes > budget and not tried:
@@ -110,14 +116,16 @@ def largest(
                 )
             )
         if peak_bytes > budget:
-            return tried[-1][0], tr(
+            return found, tr(
                 "{size} took {peak} of {budget}",
                 size=size,
                 peak=_gib(peak_bytes),
                 budget=_gib(budget),
             )
         tried.append((size, peak_bytes))
-    return tried[-1][0], tr("a rank's rows of a step")
+        if size in sizes:
+            found = size
+    return found, tr("a rank's rows of a step")
 
 
 def _expected(tried: Sequence[tuple[int, int]], size: int) -> float:

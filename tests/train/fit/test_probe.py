@@ -49,8 +49,11 @@ def card(capacity: int, fixed: int, each: int, tried: list[int]) -> Callable[[in
     [
         ([1, 2, 4, 8, 16], 1000, 100, 850, 4, [1, 2, 4], "8 would take"),
         ([1, 2, 4], 1000, 100, 900, 4, [1, 2, 4], "a rank's rows of a step"),
-        ([1, 8], 700, 0, 700, 1, [1, 8], "8 ran out of memory"),
-        ([1, 8, 16], 10_000, 0, 700, 1, [1, 8], "8 took"),
+        ([1, 2], 150, 0, 150, 1, [1, 2], "2 ran out of memory"),
+        ([1, 2, 8], 10_000, 0, 150, 1, [1, 2], "2 took"),
+        ([1, 73], 1000, 100, 900, 1, [1, 2], "73 would take"),
+        ([1, 7], 1000, 100, 900, 7, [1, 2, 7], "a rank's rows of a step"),
+        ([1, 7], 250, 100, 240, 1, [1, 2], "2 ran out of memory"),
     ],
 )
 def test_the_largest_pass_within_the_budget_is_taken(

@@ -135,8 +135,17 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16] if is_bf16_supported() else [torch.float16]
 
 
+_compile_mode: dict[str, bool] = {}  # what set_compile_mode() was last told, as "jit_compile"
+
+
 def set_compile_mode(jit_compile: bool = False) -> None:
-    """Accepted, without effect: the emulation compiles no kernels."""
+    """Remembered, without effect: the emulation compiles no kernels."""
+    _compile_mode["jit_compile"] = jit_compile
+
+
+def is_jit_compile_false() -> bool:
+    """Whether kernels come ready from the ops package; by default, only from the 910B1 on."""
+    return not _compile_mode.get("jit_compile", get_soc_version() < 220)
 
 
 def set_option(option: dict[str, Any]) -> None:
@@ -155,6 +164,7 @@ __all__ = [
     "get_amp_supported_dtype", "get_device_name", "get_device_properties", "get_npu_overflow_flag", "get_rng_state",
     "get_rng_state_all", "get_soc_version", "graph", "graph_pool_handle", "init",
     "initial_seed", "is_available", "is_bf16_supported", "is_current_stream_capturing", "is_initialized",
+    "is_jit_compile_false",
     "make_graphed_callables", "manual_seed", "manual_seed_all", "max_memory_allocated", "max_memory_reserved",
     "mem_get_info", "memory_allocated", "memory_reserved", "memory_stats", "reset_accumulated_memory_stats",
     "reset_peak_memory_stats", "seed", "seed_all", "set_compile_mode", "set_device", "set_option",
