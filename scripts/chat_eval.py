@@ -33,6 +33,7 @@ from tasks.catalogue import chat_tasks, choice_tasks, use_task_data
 from tasks.mixtures import CURRICULA, curriculum
 
 SAMPLES = 6  # replies of each task that the report shows
+MANY_CUTS = 0.05  # the share of cut replies from which on a warning is given
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,7 @@ def figures(
         "high": score.high,
         "baseline": score.baseline,
         "too_long": score.too_long,
+        "cut_off": score.cut_off,
         "seconds": seconds,
         "groups": groups,
         "samples": samples,
@@ -450,6 +452,23 @@ def measure(
     return score
 
 
+def warn_of_cuts(score: Score, cfg: Config) -> None:
+    """Warn if many of the replies were cut off, most of which are then graded as wrong."""
+    replies = score.total * cfg.num_samples
+    if score.cut_off < MANY_CUTS * replies:
+        return
+    warn(
+        tr(
+            "{count:,} of {replies:,} replies were cut off at --max_new_tokens={tokens} or at the "
+            "end of the context, and an answer that was not reached counts as wrong. Raise it: "
+            "a model that thinks before it answers needs thousands of tokens",
+            count=score.cut_off,
+            replies=replies,
+            tokens=cfg.max_new_tokens,
+        )
+    )
+
+
 def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score | ChoiceScore]:
     """Evaluate the tasks one by one, add them to the report, and return their scores by name.
 
@@ -509,6 +528,7 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score | ChoiceScore]:
                 if score is not None:
                     scores[task.name] = score
                     log(str(score))
+                    warn_of_cuts(score, cfg)
                     seconds = time.monotonic() - start
                     task_figures = figures(task, score, seconds, listener.samples, records)
                     new_figures[task.name] = task_figures
