@@ -435,7 +435,8 @@ def command(chat: Chat, line: str) -> bool:
 def use_file(chat: Chat, name: str, argument: str) -> None:
     """Save the chat to a file ("/save"), or load a chat from a file to continue it ("/load").
 
-    Raises UserError if no path is given, or if the path cannot be used.
+    Raises UserError if no path is given, if the path cannot be used, or if an empty chat would replace
+    a file.
     """
     texts = TEXTS[chat.lang]
     if not argument:
@@ -445,6 +446,8 @@ def use_file(chat: Chat, name: str, argument: str) -> None:
     except RuntimeError:  # the user in ~user does not exist, or has no home folder
         raise UserError(texts["home"].format(command=name, given=argument)) from None
     if name == "/save":
+        if chat.messages == instructions(chat.messages) and path.exists():
+            raise UserError(texts["nothing"].format(path=path))
         write_transcript(path, chat.messages)
         chat.note("saved", count=len(chat.messages), path=path)
     else:

@@ -360,6 +360,10 @@ def test_a_saved_chat_is_loaded_as_it_was(monkeypatch, tmp_path):
     assert chat.messages == messages
     assert [message.fields for message in chat.messages] == [message.fields for message in messages]
     assert "1+1 等于几？" in path.read_text(encoding="utf-8")
+    chat_cli.command(chat, "/new")
+    with pytest.raises(UserError, match="/load"):  # /save for /load emptied the file
+        chat_cli.command(chat, f"/save {path}")
+    assert "1+1 等于几？" in path.read_text(encoding="utf-8")
 
 
 def test_both_languages_have_the_same_texts_with_the_same_values():
