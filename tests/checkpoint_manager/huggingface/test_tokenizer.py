@@ -268,7 +268,9 @@ def test_a_template_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_template_sees_none_for_tools_that_are_not_there_as_in_transformers():
     """A template that asks only `tools is not none` wrote undefined tools."""
-    template = ChatTemplate("{% if tools is not none or documents is not none %}Tools: {{ tools }}{% endif %}", {}, "here")
+    template = ChatTemplate(
+        "{% if tools is not none or documents is not none %}Tools: {{ tools }}{% endif %}", {}, "here"
+    )
     assert template.render([], reply=True) == ""
     assert template.render([], reply=True, tools=[1]) == "Tools: [1]"
 

@@ -182,7 +182,7 @@ def test_the_model_can_write_nothing_but_the_closing_mark_when_the_thought_has_i
             follows.accept(token)
             written.append(token)
         for _ in range(40):
-            first = next((token for token in range(400) if follows.allowed()[token // 8] >> token % 8 & 1))
+            first = next(token for token in range(400) if follows.allowed()[token // 8] >> token % 8 & 1)
             if first in tokenizer.stops:
                 break
             follows.accept(first)

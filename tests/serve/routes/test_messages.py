@@ -302,7 +302,9 @@ def test_the_marks_that_close_a_continued_thought_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("opening", "end"), [("", "<think>\nI add."), ("<think>", "<think>I add.")])
-def test_an_answer_continues_after_its_own_thought_as_far_as_there_is_room(opening: str, end: str, tmp_path: Path) -> None:
+def test_an_answer_continues_after_its_own_thought_as_far_as_there_is_room(
+    opening: str, end: str, tmp_path: Path
+) -> None:
     """The model went on without what it had thought before it began the answer."""
     tokenizer = folder(tmp_path, THINKER.replace("[assistant]{% if enable", f"[assistant]{opening}{{% if enable"))
     begun = {"role": "assistant", "content": "Yes", "reasoning_content": "I add."}
