@@ -33,7 +33,7 @@ from nanochat.device import compute_cleanup, compute_init
 from nanochat.engine import Engine
 from nanochat.generate.reply import TextStream, broken_model
 from nanochat.generate.sampling import Sampling, chat_drawing
-from nanochat.serve.chosen import ModelFlags, choose, drafts_for
+from nanochat.serve.chosen import MAX_TOKENS, ModelFlags, choose, drafts_for
 from nanochat.serve.cli.remote import LARGEST_SETTING, SETTINGS, Remote
 from nanochat.serve.cli.terminal import (
     dim,
@@ -79,8 +79,9 @@ class Config(ModelFlags):
     0 draws from all of top_k. auto: 0.5 for a TinyWorld model, else 0; with --url,
     the server's default."""
     max_tokens: Annotated[int | Literal["auto"], arg(aliases=["-m"])] = "auto"
-    """Longest reply, in tokens. auto: 512; with --url, the server's default,
-    but at most half of its context."""
+    """Longest reply, in tokens. auto: 512,
+    or half of the context for a model that thinks before it answers;
+    with --url, the server's default, but at most half of its context."""
     thinking: Literal["auto", "on", "off"] = "auto"
     """Whether the model thinks before it answers, if its chat template has a switch for that.
     Thoughts are shown in grey, or on standard error. auto: as the template does by default."""
@@ -99,7 +100,6 @@ class Config(ModelFlags):
 
 # For a model that is loaded here, if the flags are auto.
 TOP_K = 50
-MAX_TOKENS = 512
 HOTTEST = 100  # the highest temperature: all tokens are about equally likely long before it
 SWITCHES = ("/think", "/no_think")  # words of a question that switch thoughts of Qwen3 on and off
 SMOKE = "smoke"  # the tag of the model of `speedrun.sh --preset smoke`; the web page knows it too
@@ -435,7 +435,8 @@ def command(chat: Chat, line: str) -> bool:
 def use_file(chat: Chat, name: str, argument: str) -> None:
     """Save the chat to a file ("/save"), or load a chat from a file to continue it ("/load").
 
-    Raises UserError if no path is given, or if the path cannot be used.
+    Raises UserError if no path is given, if the path cannot be used, or if an empty chat would replace
+    a file.
     """
     texts = TEXTS[chat.lang]
     if not argument:
@@ -445,6 +446,8 @@ def use_file(chat: Chat, name: str, argument: str) -> None:
     except RuntimeError:  # the user in ~user does not exist, or has no home folder
         raise UserError(texts["home"].format(command=name, given=argument)) from None
     if name == "/save":
+        if chat.messages == instructions(chat.messages) and path.exists():
+            raise UserError(texts["nothing"].format(path=path))
         write_transcript(path, chat.messages)
         chat.note("saved", count=len(chat.messages), path=path)
     else:
@@ -582,6 +585,7 @@ def chat_here(cfg: Config, sampling: Sampling, notes: TextIO) -> Chat:
     sampling = replace(
         sampling,
         temperature=drawing.temperature,
+        max_tokens=chosen.max_tokens if cfg.max_tokens == "auto" else cfg.max_tokens,
         min_p=drawing.min_p,
         top_k=drawing.top_k or None,
         top_p=drawing.top_p,

@@ -22,7 +22,7 @@ from nanochat.data.conversation import Part, Task, words
 from nanochat.data.traits import Drawing, traits
 from nanochat.device import Compute, with_compute
 from nanochat.evals.chat import Score, by_group, chat_core, evaluate, wilson
-from nanochat.evals.choices import ChoiceScore, choice_facts, evaluate_choices
+from nanochat.evals.choices import ChoiceScore, ClozeTask, choice_facts, evaluate_choices
 from nanochat.evals.measured import MeasuredFlags
 from nanochat.evals.records import Records, fingerprint, records_dir, unfinished
 from nanochat.generate.sampling import Sampling
@@ -33,6 +33,7 @@ from tasks.catalogue import chat_tasks, choice_tasks, use_task_data
 from tasks.mixtures import CURRICULA, curriculum
 
 SAMPLES = 6  # replies of each task that the report shows
+MANY_CUTS = 0.05  # the share of cut replies from which on a warning is given
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Config(MeasuredFlags):
     """Folder with copies of the tasks' data sets, for a machine without a network.
     Default: NANOCHAT_TASK_DIR."""
     once: bool = False
-    """Skip the tasks whose figures, for this checkpoint and these flags,
+    """Skip the tasks whose figures, of this checkpoint, these flags, this data and these graders,
     are already in the report."""
     again: bool = False
     """Evaluate tasks again whose answers, of this checkpoint, these flags and this data,
@@ -203,6 +204,7 @@ def figures(
     score: Score,
     seconds: float,
     samples: list[dict[str, Any]],
+    records: Records,
 ) -> dict[str, Any]:
     """Return a dict with the scores, counts, time and samples of a task, for the report."""
     groups = {}
@@ -216,9 +218,11 @@ def figures(
         "high": score.high,
         "baseline": score.baseline,
         "too_long": score.too_long,
+        "cut_off": score.cut_off,
         "seconds": seconds,
         "groups": groups,
         "samples": samples,
+        "answers": records.path.name,
     }
 
 
@@ -300,10 +304,30 @@ def by_replies(task: Task, cfg: Config) -> bool:
     return task.kind != "choice" or cfg.by != "likelihood"
 
 
-def measure_likelihood(
+def likelihood_records(
     cfg: Config,
     name: str,
     loaded: Loaded,
+    compute: Compute,
+) -> tuple[ClozeTask, Records]:
+    """Return a task as it is measured by likelihood, and the records of its answers.
+
+    Raises UserError on every rank if a problem is malformed.
+    """
+    with parallel.together(name, compute):
+        task = choice_tasks(cfg.shots)[name]()
+        facts = choice_facts(task, cfg.max_problems)
+    run_settings = {"limit": cfg.max_problems, "dtype": str(compute.dtype)}
+    about = {"model": loaded.weights, "settings": run_settings, **facts}
+    folder = records_dir(loaded.stage, loaded.tag, loaded.step)
+    return task, Records(folder, f"{name} likelihood", about, compute)
+
+
+def measure_likelihood(
+    cfg: Config,
+    task: ClozeTask,
+    loaded: Loaded,
+    records: Records,
     compute: Compute,
 ) -> ChoiceScore:
     """Measure a task by the likelihood of its choices, as base_eval --tasks does.
@@ -312,19 +336,12 @@ def measure_likelihood(
     returned instead, unless --again is set. Raises UserError on every rank if there is nothing to
     evaluate or a problem is malformed.
     """
-    with parallel.together(name, compute):
-        task = choice_tasks(cfg.shots)[name]()
-        facts = choice_facts(task, cfg.max_problems)
-    run_settings = {"limit": cfg.max_problems, "dtype": str(compute.dtype)}
-    about = {"model": loaded.weights, "settings": run_settings, **facts}
-    folder = records_dir(loaded.stage, loaded.tag, loaded.step)
-    records = Records(folder, f"{name} likelihood", about, compute)
     saved_score = None if cfg.again else records.saved_score()
     if parallel.least(int(saved_score is not None), compute) and saved_score is not None:
         log(
             tr(
                 "{name}: done before, as {path} says; --again evaluates it again",
-                name=name,
+                name=task.name,
                 path=records.path,
             )
         )
@@ -335,7 +352,11 @@ def measure_likelihood(
     )
 
 
-def likelihood_figures(score: ChoiceScore, seconds: float) -> dict[str, Any]:
+def likelihood_figures(
+    score: ChoiceScore,
+    seconds: float,
+    records: Records,
+) -> dict[str, Any]:
     """Return the figures of `<task> acc` and `<task> acc_norm` for the report, by these names."""
     rows = {}
     for measure in ("acc", "acc_norm"):
@@ -353,24 +374,22 @@ def likelihood_figures(score: ChoiceScore, seconds: float) -> dict[str, Any]:
             "seconds": seconds,
             "groups": {},
             "samples": [],
+            "answers": records.path.name,
         }
     return rows
 
 
-def measure(
+def reply_records(
     cfg: Config,
     task: Task,
     loaded: Loaded,
     sampling: Sampling,
     run_settings: Mapping[str, Any],
-    listener: Listener,
     compute: Compute,
-) -> Score | None:
-    """Evaluate a task, write a record of every answer to a file, and return the score.
+) -> Records:
+    """Return the records of the answers to a task in a chat.
 
-    If an earlier evaluation with the same model, settings and data has saved a score, rank 0
-    returns it, and the other ranks return None, unless --again is set. Raises UserError on every
-    rank if there is nothing to evaluate or a problem is malformed.
+    Raises UserError on every rank if a problem is malformed.
     """
     with parallel.together(task.name, compute):
         data = fingerprint(task, cfg.max_problems) if compute.main else ""
@@ -384,7 +403,24 @@ def measure(
         task_settings["graphs"] = True
     about = {"model": loaded.weights, "settings": task_settings, "data": data}
     folder = records_dir(loaded.stage, loaded.tag, loaded.step)
-    records = Records(folder, task.name, about, compute)
+    return Records(folder, task.name, about, compute)
+
+
+def measure(
+    cfg: Config,
+    task: Task,
+    loaded: Loaded,
+    sampling: Sampling,
+    records: Records,
+    listener: Listener,
+    compute: Compute,
+) -> Score | None:
+    """Evaluate a task, write a record of every answer to a file, and return the score.
+
+    If an earlier evaluation with the same model, settings and data has saved a score, rank 0
+    returns it, and the other ranks return None, unless --again is set. Raises UserError on every
+    rank if there is nothing to evaluate.
+    """
     saved_score = records.saved_score() if compute.main and not cfg.again else None
     if parallel.agree(int(saved_score is not None), compute):
         if saved_score is None:
@@ -414,6 +450,23 @@ def measure(
     )
     records.finish({**asdict(score), "replies": listener.samples})
     return score
+
+
+def warn_of_cuts(score: Score, cfg: Config) -> None:
+    """Warn if many of the replies were cut off, most of which are then graded as wrong."""
+    replies = score.total * cfg.num_samples
+    if score.cut_off < MANY_CUTS * replies:
+        return
+    warn(
+        tr(
+            "{count:,} of {replies:,} replies were cut off at --max_new_tokens={tokens} or at the "
+            "end of the context, and an answer that was not reached counts as wrong. Raise it: "
+            "a model that thinks before it answers needs thousands of tokens",
+            count=score.cut_off,
+            replies=replies,
+            tokens=cfg.max_new_tokens,
+        )
+    )
 
 
 def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score | ChoiceScore]:
@@ -449,34 +502,52 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score | ChoiceScore]:
     corpus = loaded.meta["config"]["corpus"]
     tasks, broken = choose_tasks(cfg.task_name, corpus, cfg.unsafe_exec, compute, cfg.shots)
     run_settings = settings(cfg, compute.dtype)
-    reported = saved_section(loaded, run_settings, defaults)["tasks"] if cfg.once else {}
-    if reported:
-        log(tr("in the report already: {reported}", reported=", ".join(reported)))
+    section = saved_section(loaded, run_settings, defaults)["tasks"] if cfg.once else {}
+    reported: list[str] = []
+
+    def is_reported(name: str, records: Records) -> bool:
+        """Return whether the report has the figures of exactly these answers."""
+        answers = section.get(name, {}).get("answers")
+        if not parallel.agree(int(answers == records.path.name), compute):
+            return False
+        reported.append(name)
+        return True
+
     scores: dict[str, Score | ChoiceScore] = {}
     new_figures: dict[str, Any] = {}
     for task in tasks:
         try:
-            if by_replies(task, cfg) and task.name not in reported:
+            if by_replies(task, cfg):
                 start = time.monotonic()
                 listener = Listener(task, cfg.show)
                 sampling = sampling_for(task, cfg, corpus)
-                score = measure(cfg, task, loaded, sampling, run_settings, listener, compute)
+                records = reply_records(cfg, task, loaded, sampling, run_settings, compute)
+                score = None
+                if not is_reported(task.name, records):
+                    score = measure(cfg, task, loaded, sampling, records, listener, compute)
                 if score is not None:
                     scores[task.name] = score
                     log(str(score))
+                    warn_of_cuts(score, cfg)
                     seconds = time.monotonic() - start
-                    new_figures[task.name] = figures(task, score, seconds, listener.samples)
-            if by_likelihood(task, cfg) and f"{task.name} acc" not in reported:
+                    task_figures = figures(task, score, seconds, listener.samples, records)
+                    new_figures[task.name] = task_figures
+            if by_likelihood(task, cfg):
                 start = time.monotonic()
-                choice_score = measure_likelihood(cfg, task.name, loaded, compute)
+                choices, records = likelihood_records(cfg, task.name, loaded, compute)
+                if is_reported(f"{task.name} acc", records):
+                    continue
+                choice_score = measure_likelihood(cfg, choices, loaded, records, compute)
                 scores[f"{task.name} likelihood"] = choice_score
                 log(str(choice_score))
-                new_figures |= likelihood_figures(choice_score, time.monotonic() - start)
+                new_figures |= likelihood_figures(choice_score, time.monotonic() - start, records)
         except UserError as why:
             if len(tasks) == 1:
                 raise
             warn(tr("{name} is left out: {why}", name=task.name, why=why))
             broken.append(task.name)
+    if reported:
+        log(tr("in the report already: {reported}", reported=", ".join(reported)))
     if scores:
         log(
             tr(

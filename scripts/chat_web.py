@@ -84,8 +84,9 @@ class Config(ModelFlags):
     """Never draw a token less likely than this share of the likeliest, 0 to 1;
     0 draws from all of top_k. auto: 0.5 for a TinyWorld model, else 0.
     A request may set its own."""
-    max_tokens: Annotated[int, arg(aliases=["-m"])] = 512
-    """Longest answer, in tokens. A request may set its own."""
+    max_tokens: Annotated[int | Literal["auto"], arg(aliases=["-m"])] = "auto"
+    """Longest answer, in tokens. auto: 512,
+    or half of the context for a model that thinks before it answers. A request may set its own."""
     num_gpus: Annotated[int, arg(aliases=["-n"])] = 1
     """Number of devices. Must be 1: one model on one device answers many chats at once."""
     slots: int | Literal["auto"] = "auto"
@@ -324,7 +325,7 @@ def loadable(
         top_k=min(drawing.top_k, loaded.tokenizer.vocab_size),
         top_p=drawing.top_p,
         repetition_penalty=drawing.repetition_penalty,
-        max_tokens=cfg.max_tokens,
+        max_tokens=chosen.max_tokens if cfg.max_tokens == "auto" else cfg.max_tokens,
         about=about(chosen),
     )
     engine = Engine(

@@ -18,6 +18,7 @@ _SHAPE = '{"question": "...", "answer": "42"}'
 _QUESTIONS = ("question", "problem", "prompt", "instruction", "query", "messages")
 _ANSWERS = ("answer", "answers", "solution", "ground_truth", "target")
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_STYLED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")  # words in a formula
 _MARKER = re.compile(r"(?:####|answer\s*(?:is|:)|答案\s*(?:是|为|[::])?)\s*", re.I)
 _AROUND = " .,;:!?。、\"'`*()[]「」“”‘’$"
 _NUMBER = re.compile(r"[-+]?[$¥€]?\s*\d[\d,]*(\.\d+)?\s*[%.。]?")
@@ -82,7 +83,7 @@ def final_answer(text: str) -> str:
     """
     boxed = _BOXED.findall(text)
     if boxed:
-        return str(boxed[-1])
+        return _STYLED.sub(r"\1", boxed[-1])
     pieces = _MARKER.split(text)
     lines = [line for line in pieces[-1].strip().splitlines() if line.strip()]
     if not lines:

@@ -52,6 +52,7 @@ class Score:
     too_long: int  # number of problems that do not fit into the context; they count as wrong
     # One tuple per problem, in the order of the task, with one grade per sample.
     grades: tuple[tuple[float, ...], ...]
+    cut_off: int = 0  # number of replies that ended for lack of room, and were graded as they are
 
     @property
     def accuracy(self) -> float:
@@ -67,6 +68,8 @@ class Score:
         skipped = ""
         if self.too_long:
             skipped = tr("; {count:,} too long for the context", count=self.too_long)
+        if self.cut_off:
+            skipped += tr("; {count:,} replies cut off", count=self.cut_off)
         return tr(
             "{name}: {percent:.2f} % right ({right:,g} of {total:,}, "
             "95 % interval {low:.1f} to {high:.1f}{skipped})",
@@ -130,6 +133,7 @@ def evaluate(
     max_prompt = model.config.sequence_len - reply_room
     numbers = range(compute.rank, total, compute.world_size)  # indices of this rank's problems
     grades: dict[int, list[float]] = {}
+    cut_off = 0
     with parallel.together(task.name, compute):
         prompts = {i: _prompt(task, i, tokenizer, max_prompt) for i in numbers}
         fitting = {i: prompt for i, prompt in prompts.items() if len(prompt) <= max_prompt}
@@ -139,7 +143,7 @@ def evaluate(
                     task, fitting, model, tokenizer, batch_size, compute, on_record, shown
                 )
             else:
-                grades = _grade_replies(
+                grades, cut_off = _grade_replies(
                     task,
                     fitting,
                     model,
@@ -156,7 +160,8 @@ def evaluate(
     signals.check(compute)  # ranks evaluate at their own pace, but stop together
     too_long = len(prompts) - len(fitting)
     guesses = sum(1 / len(task.letters(i)) for i in numbers) if by_letter else 0.0
-    return _total_score(task.name, grades, total, samples, guesses, too_long, compute)
+    counts = (guesses, too_long, cut_off)
+    return _total_score(task.name, grades, total, samples, counts, compute)
 
 
 def _total_score(
@@ -164,23 +169,23 @@ def _total_score(
     grades: Mapping[int, list[float]],
     total: int,
     samples: int,
-    guesses: float,
-    too_long: int,
+    counts: tuple[float, int, int],
     compute: Compute,
 ) -> Score:
     """Return the score over all ranks.
 
-    `grades`, `guesses` (the sum of the chances of guessing right) and `too_long` cover this rank
-    only.
+    `grades` and `counts` cover this rank only. The counts are the sum of the chances of guessing
+    right, the problems that are too long, and the replies that were cut off.
     """
     table = [0.0] * (total * samples)  # sample by sample; 0 for the problems of other ranks
     for i, problem_grades in grades.items():
         table[i * samples : (i + 1) * samples] = problem_grades
-    *table, guesses, all_too_long = parallel.total([*table, guesses, too_long], compute)
+    *table, guesses, too_long, cut_off = parallel.total([*table, *counts], compute)
     rows = tuple(tuple(table[i * samples : (i + 1) * samples]) for i in range(total))
     right = sum(max(row) for row in rows)
     low, high = _interval([max(row) for row in rows])
-    return Score(name, right, total, low, high, guesses / total, int(all_too_long), rows)
+    baseline = guesses / total
+    return Score(name, right, total, low, high, baseline, int(too_long), rows, int(cut_off))
 
 
 def _prompt(task: Task, i: int, tokenizer: Tokenizer, max_tokens: int) -> list[int]:
@@ -310,10 +315,13 @@ def _grade_replies(
     on_record: OnRecord | None,
     graphs: bool,
     shown: bool,
-) -> dict[int, list[float]]:
-    """Let the model write replies, and return the grades of all samples by problem index."""
+) -> tuple[dict[int, list[float]], int]:
+    """Let the model write replies, and return the grades of all samples by problem index.
+
+    The second value is how many replies were cut off.
+    """
     if not prompts:
-        return {}
+        return {}, 0
     numbers = list(prompts)
     replies = len(prompts) * samples
     longest = max(map(len, prompts.values())) + sampling.max_tokens
@@ -327,7 +335,7 @@ def _grade_replies(
     )
 
     with progress(task.name, replies, tr("replies"), compute, shown) as advance:
-        _, written, reply_grades = generate_and_grade(
+        completions, written, reply_grades = generate_and_grade(
             task,
             numbers,
             engine,
@@ -353,7 +361,7 @@ def _grade_replies(
                 "grade": grade,
             }
             on_record(i, record)
-    return grades
+    return grades, sum(completion.finish == "length" for completion in completions)
 
 
 class Generator(Protocol):

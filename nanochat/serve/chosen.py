@@ -45,6 +45,7 @@ MOST_SLOTS = 32
 FEWEST_SLOTS = 4
 SHORTEST = 512
 FREE_SHARE = 0.8
+MAX_TOKENS = 512  # of a reply, by default
 LONGEST_NAME = 200  # letters in the name of an adapter, which clients use as a model's name
 
 
@@ -90,6 +91,18 @@ class Chosen:
     passed: str = ""  # the flags of a newer model that is unfinished or a trial
     parameters: int = 0  # the number of parameters of the model
     captures: Platform | None = None  # replays decoding steps; None if they are not replayed
+
+    @property
+    def max_tokens(self) -> int:
+        """The tokens of the longest reply, by default.
+
+        A model that thinks before it answers gets half of the context, since its thoughts alone are
+        often longer than the replies of others.
+        """
+        tokenizer = self.loaded.tokenizer
+        if tokenizer.thought_marks is None or tokenizer.thinks_by_default is False:
+            return MAX_TOKENS
+        return max(MAX_TOKENS, self.context // 2)
 
 
 def choose(

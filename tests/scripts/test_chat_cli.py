@@ -26,10 +26,10 @@ from nanochat.generate.sampling import Sampling
 from nanochat.serve.cli.terminal import harmless
 from nanochat.serve.formats.pieces import Thought
 from nanochat.serve.formats.thoughts import Marks, Thoughts
-from scripts import chat_cli
+from scripts import chat_cli, chat_web
 from scripts.chat_cli import TEXTS, Chat, Config
 from tests.support.qwens import write_folder
-from tests.support.tiny_model import tiny_checkpoint, tiny_gpt, tiny_tokenizer
+from tests.support.tiny_model import on_cpu, tiny_checkpoint, tiny_gpt, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOKENIZER = tiny_tokenizer()
@@ -143,6 +143,17 @@ def test_a_published_model_is_sampled_as_its_publisher_says_unless_flags_differ(
     notes = io.StringIO()
     assert chat_cli.open_chat(Config(model=tmp_path, **flags), notes).sampling == expected
     assert f"{tmp_path.name} (published)" in notes.getvalue()
+
+
+@pytest.mark.parametrize(("template", "longest"), [("{# </think> #}", 2048), ("", 512)])
+def test_a_model_that_thinks_may_write_half_of_the_context(template, longest, tmp_path):
+    """Its thoughts were cut off after 512 tokens, so that most questions had no answer."""
+    config = write_folder(tmp_path, "qwen3") / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 4096}))
+    (tmp_path / "chat_template.jinja").write_text(template)
+    assert chat_cli.open_chat(Config(model=tmp_path), io.StringIO()).sampling.max_tokens == longest
+    (served,) = chat_web.models_of(chat_web.Config(model=tmp_path, slots=1), on_cpu())
+    assert served.announced.max_tokens == longest
 
 
 def test_a_checkpoint_of_nan_refuses_to_chat(typed, monkeypatch):
@@ -359,6 +370,10 @@ def test_a_saved_chat_is_loaded_as_it_was(monkeypatch, tmp_path):
     chat_cli.command(chat, f"/load {path}")
     assert chat.messages == messages
     assert [message.fields for message in chat.messages] == [message.fields for message in messages]
+    assert "1+1 等于几？" in path.read_text(encoding="utf-8")
+    chat_cli.command(chat, "/new")
+    with pytest.raises(UserError, match="/load"):  # /save for /load emptied the file
+        chat_cli.command(chat, f"/save {path}")
     assert "1+1 等于几？" in path.read_text(encoding="utf-8")
 
 

@@ -200,6 +200,22 @@ def test_once_completes_chatcore_after_a_task_that_failed_the_first_time(base_fo
     assert section(base_folder)["chat_core"] == completed["chat_core"]
 
 
+def test_replies_that_were_cut_off_are_counted_and_warned_of(base_folder, capsys):
+    tiny_checkpoint()
+    score = chat_eval.chat_eval(Config(task_name="calculator", max_new_tokens=3, max_problems=2), on_cpu())
+    assert "2 replies cut off" in str(score["calculator"])
+    assert "2 of 2 replies were cut off at --max_new_tokens=3" in capsys.readouterr().err
+
+
+def test_once_asks_again_what_an_earlier_version_has_graded(base_folder, monkeypatch):
+    tiny_checkpoint()
+    ask = Config(task_name="calculator", max_new_tokens=3, max_problems=2, once=True)
+    assert list(chat_eval.chat_eval(ask, on_cpu())) == ["calculator"]
+    assert chat_eval.chat_eval(ask, on_cpu()) == {}
+    monkeypatch.setattr("nanochat.evals.records.RENDERING", "of a later version")
+    assert list(chat_eval.chat_eval(ask, on_cpu())) == ["calculator"]
+
+
 def test_every_answer_is_kept_and_a_second_call_skips_what_is_done(base_folder):
     tiny_checkpoint()
     ask = Config(task_name="ARC-Easy|calculator", max_new_tokens=3, max_problems=3)

@@ -208,6 +208,15 @@ def test_settings_go_with_every_request_are_kept_and_can_be_reset(browser):
         assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.6, 50, 512)
 
 
+def test_the_longest_answer_leaves_room_for_the_chat_before_it(engine, page):
+    """A length beyond the context, which means no limit, made the model forget the chat at every question."""
+    page.evaluate("localStorage.setItem('nanochat.settings', JSON.stringify({max_tokens: 1000000}))")
+    page.reload()
+    ask(page, "hello", "hello")
+    assert heard(engine).count("hello") == 2
+    expect(page.locator(".forgotten")).to_have_count(0)
+
+
 def test_kept_settings_that_a_model_cannot_take_are_not_sent(engine, page):
     keep = "(kept) => localStorage.setItem('nanochat.settings', JSON.stringify(kept))"
     page.evaluate(keep, {"system": "x", "seed": "y", "top_k": 0.5})

@@ -116,6 +116,28 @@ def test_a_thought_without_an_answer_says_so(browser: Browser, url: str) -> None
         expect(page.locator(".meta .note")).to_have_count(1)
 
 
+def test_an_answer_that_was_stopped_in_its_thought_is_kept(engine: FakeEngine, browser: Browser, url: str) -> None:
+    """It was dropped, and its question stood in the input box after a reload."""
+    engine.gated = True
+    with visit(browser, url) as page:
+        send(page, "why")
+        engine.allow(len("<think>\nFirst I"))
+        expect(page.locator(".thought > div")).to_have_text("First I")
+        page.get_by_role("button", name="Stop").click()
+        finished(page)
+        page.reload()
+        expect(page.locator(".thought > div")).to_have_text("First I")
+        expect(page.locator(".meta .note")).to_have_text("stopped")
+        expect(page.locator("#prompt")).to_have_value("")
+        engine.gated = False
+        engine.allow(1000)
+        sent = body_of_next(page)["messages"]
+        assert [message["role"] for message in sent] == ["user", "assistant", "user"]
+        page.get_by_role("button", name="Answer again").click()
+        finished(page)
+        expect(page.locator(".error")).to_have_count(0)
+
+
 # --- the switch ----------------------------------------------------------------------------------
 
 

@@ -48,6 +48,7 @@ def test_turns_before_the_question_are_kept() -> None:
         ("5", "5"),
         ("We add.\n#### 1,200", "1,200"),
         (r"So $x = \boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+        (r"It is \boxed{\text{Paris}}.", "Paris"),  # as DeepSeek's distillations write words
         ("The answer is 12.\nI am sure.", "12."),
         ("先算。\n答案是42", "42"),
         ("答案:北京", "北京"),

@@ -93,7 +93,14 @@ class ChatTemplate:
         turn. `options` are further variables for the template. Raises UserError if the template
         fails, refuses the conversation, or takes too much time or memory.
         """
-        variables = {"messages": list(messages), "add_generation_prompt": reply, **options}
+        # transformers sets these two where there are none, and templates compare them with none.
+        absent = {"tools": None, "documents": None}
+        variables = {
+            "messages": list(messages),
+            "add_generation_prompt": reply,
+            **absent,
+            **options,
+        }
         answer = self._child.ask(variables, SECONDS)
         if answer is None:
             raise UserError(

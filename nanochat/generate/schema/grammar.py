@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 from nanochat.common import UserError, tr
 from nanochat.data.library_words import in_words
+from nanochat.generate.schema.thought_budget import ThoughtBudget, budget_of
 from nanochat.generate.schema.trial import Trial
 from nanochat.tokenizer import ROLES, Tokenizer
 
@@ -87,8 +88,9 @@ class Grammar:
 
     _numbers = itertools.count()
 
-    def __init__(self, automaton: Automaton):
+    def __init__(self, automaton: Automaton, budget: ThoughtBudget | None = None):
         self._automaton = automaton
+        self._budget = budget
         self._matcher = automaton.matcher.deep_copy()
         self.number = next(self._numbers)  # in the order of arrival
         self.seconds = 0.0  # computing time of this reply
@@ -103,7 +105,7 @@ class Grammar:
         start = time.thread_time()
         mask = bytes(self._matcher.compute_bitmask())
         self._spend(time.thread_time() - start)
-        return mask
+        return mask if self._budget is None else self._budget.restricted(mask)
 
     def accept(self, token: int) -> None:
         """Advance the automaton by a token of the reply."""
@@ -111,6 +113,8 @@ class Grammar:
         self._matcher.consume_token(token)
         self._spend(time.thread_time() - start)
         self.tokens += 1
+        if self._budget is not None:
+            self._budget.follow(token)
 
     def _spend(self, seconds: float) -> None:
         """Count computing time for this reply and for the automaton."""
@@ -191,7 +195,7 @@ class Schemas:
             was_cached = self._cached.pop(schema, None) is not None
             if was_cached and automaton is not None and not automaton.worn:
                 self._cached[schema] = automaton
-        return Grammar(automaton or self.prepare(schema))
+        return Grammar(automaton or self.prepare(schema), budget_of(schema, self._tokenizer))
 
     def prepare(self, schema: str) -> Automaton:
         """Return the automaton for a schema, making it if none is cached or the cached one is worn.

@@ -39,6 +39,8 @@ TEXTS = {
         "file": "{command} needs a file name: type {command} chat.json, for example",
         "home": "there is no home folder for {given}: type another path, such as {command} "
         "./chat.json",
+        "nothing": "nothing has been said yet, and {path} would be emptied: to continue the chat in "
+        "it, type /load {path}",
         "saved": "saved {count} messages to {path}",
         "loaded": "loaded {count} messages from {path}",
         "unknown": "there is no command {command}: see /help. To send a text that begins with /, "
@@ -86,6 +88,7 @@ TEXTS = {
         "long": "{name} 必须在 1 到 {most:,} 之间，不能是 {given:,}；回答要放得进上下文，例如 {name} 50",
         "file": "{command} 后面要写文件名，例如 {command} chat.json",
         "home": "找不到 {given} 中的用户主目录，请换一个路径，例如 {command} ./chat.json",
+        "nothing": "现在还没有对话内容，保存会清空 {path}；要继续其中的对话，请输入 /load {path}",
         "saved": "已把 {count} 条消息保存到 {path}",
         "loaded": "已从 {path} 载入 {count} 条消息",
         "unknown": "没有命令 {command}，输入 /help 查看命令；要发送以 / 开头的文字，请在前面加一个空格",

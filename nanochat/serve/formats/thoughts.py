@@ -33,15 +33,18 @@ def thought_state(prompt: list[int], tokenizer: Tokenizer) -> tuple[Marks | None
     return marks, ending.endswith(marks.open), ending.endswith(marks.close)
 
 
-def closing(prompt: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that close the thought that a prompt has opened; none if it has not.
+def closing(prompt: list[int], tokenizer: Tokenizer, thought: str = "") -> list[int]:
+    """Return the tokens that come between a prompt and the beginning of an answer to be continued.
 
-    They come before the beginning of a reply, which belongs to the answer and not to the thought.
+    They close the thought that the prompt has opened, if it has, with the words of `thought`, which
+    the model thought before it began the answer. There are none after a prompt that has no thought,
+    or has closed it.
     """
-    marks, opened, _ = thought_state(prompt, tokenizer)
-    if not marks or not opened:
+    marks, opened, closed = thought_state(prompt, tokenizer)
+    if not marks or closed or not (opened or thought):
         return []
-    return tokenizer.encode_after(f"\n{marks.close}\n\n", mark=False)
+    opening = "" if opened else f"{marks.open}\n"
+    return tokenizer.encode_after(f"{opening}{thought}\n{marks.close}\n\n", mark=False)
 
 
 def without_thought(message: Message) -> Message:

@@ -92,20 +92,25 @@ class ChatRequest:
         settings = self.settings
         chat = fitted(self.conversation, self.tools, self.options, tokenizer)
         reply_start: list[int] = []
+        thought = ""
         if self.continued:
-            chat, reply_start = without_beginning(chat, tokenizer)
+            chat, reply_start, thought = without_beginning(chat, tokenizer)
+        room = settings.reply_room(limits.context)
 
         def fitting() -> tuple[list[int], int]:
-            reply_room = settings.reply_room(limits.context)
-            room = (reply_room, self.truncate, tokenizer, limits.context)
-            return make_prompt(chat, *room, begun=len(reply_start))
+            arguments = (room, self.truncate, tokenizer, limits.context)
+            return make_prompt(chat, *arguments, begun=len(reply_start))
 
         prompt, dropped = fitting()
         form = form_of(prompt, self.tools, tokenizer)
         if reply_start:
+            after_thought = [*closing(prompt, tokenizer, thought), *reply_start]
             if form.opened:  # the answer is continued, not the thought
                 reply_start = [*closing(prompt, tokenizer), *reply_start]
                 prompt, dropped = fitting()
+            # The model reads again what it thought before its answer, if that leaves enough room.
+            if len(prompt) + len(after_thought) + room <= limits.context:
+                reply_start = after_thought
             form = replace(form, opened=False, closed=True, strips_space=False)
         prompt = [*prompt, *reply_start]
         requests = settings.requests(prompt, limits.context)

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from nanochat.generate.sampling import Sampling
 from nanochat.generate.schema.grammar import MOST_BYTES
+from nanochat.generate.schema.thought_budget import budget_line
 from nanochat.serve.formats.listed_calls import LISTED
 from nanochat.serve.formats.marked_calls import CLOSE, OPEN
 from nanochat.serve.formats.values import object_schema
@@ -63,7 +64,9 @@ def _grammar(form: Form, schema: str | None, max_thought: int | None) -> str | N
     must_think = form.opened or max_thought is not None
     think = "think" if must_think else "think?"
     opening = "" if form.opened else marks.open
-    rules += _thought_rules(opening, marks.close, max_thought)
+    rules += _thought_rules(opening, marks.close, max_thought == 0)
+    if max_thought:
+        rules.append(budget_line(max_thought, opening, marks.close))
     return "\n".join([f"start: {think} answer", *rules])
 
 
@@ -81,14 +84,13 @@ def _answer_rules(form: Form, names: Sequence[str], schema: str | None) -> list[
     return [f"answer: {' | '.join(kinds)}", *rules]
 
 
-def _thought_rules(opening: str, closing: str, max_thought: int | None) -> list[str]:
+def _thought_rules(opening: str, closing: str, is_empty: bool) -> list[str]:
     """Return the rules of a thought between two marks; the first is "" if the prompt has it."""
     begin = _quoted(opening) if opening else ""
     think = f'think: {begin} thought "\\n\\n"'
-    if max_thought == 0:
+    if is_empty:
         return [think, f"thought: {_quoted(closing)}"]
-    budget = "" if max_thought is None else f", max_tokens={max_thought}"
-    return [think, f"thought[suffix={_quoted(closing)}{budget}]: {TEXT}"]
+    return [think, f"thought[suffix={_quoted(closing)}]: {TEXT}"]
 
 
 def _call_rules(form: Form, names: Sequence[str]) -> list[str]:

@@ -52,10 +52,12 @@ def continues(fields: Mapping[str, Any]) -> bool:
 def without_beginning(
     conversation: Conversation,
     tokenizer: Tokenizer,
-) -> tuple[Conversation, list[int]]:
-    """Return a chat without the reply to continue at its end, and the tokens of that reply."""
+) -> tuple[Conversation, list[int], str]:
+    """Return a chat without the reply to continue at its end, and that reply's tokens and thought."""
     plain = alternating(conversation)
-    return plain.prompt, _beginning_tokens(plain.messages[-1], tokenizer)
+    begun = plain.messages[-1]
+    thought = begun.fields.get("reasoning_content", "")
+    return plain.prompt, _beginning_tokens(begun, tokenizer), thought
 
 
 def _beginning_tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
@@ -115,9 +117,9 @@ def chat_tokens(
     """
     if not continued:
         return render_chat(conversation, tokenizer)
-    conversation, reply_start = without_beginning(conversation, tokenizer)
+    conversation, reply_start, thought = without_beginning(conversation, tokenizer)
     prompt = render_chat(conversation, tokenizer)
-    return [*prompt, *closing(prompt, tokenizer), *reply_start]
+    return [*prompt, *closing(prompt, tokenizer, thought), *reply_start]
 
 
 def make_prompt(

@@ -269,6 +269,15 @@ def test_a_template_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) 
         endless.render([], True)
 
 
+def test_a_template_sees_none_for_tools_that_are_not_there_as_in_transformers():
+    """A template that asks only `tools is not none` wrote undefined tools."""
+    template = ChatTemplate(
+        "{% if tools is not none or documents is not none %}Tools: {{ tools }}{% endif %}", {}, "here"
+    )
+    assert template.render([], reply=True) == ""
+    assert template.render([], reply=True, tools=[1]) == "Tools: [1]"
+
+
 def test_a_template_renders_many_conversations() -> None:
     template = ChatTemplate("{{ eos_token }}{{ messages | length }}", {"eos_token": "E"}, "here")
     assert [template.render([{"role": "user", "content": "x"}] * n, False) for n in (1, 3)] == ["E1", "E3"]

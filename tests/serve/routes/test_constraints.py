@@ -194,6 +194,27 @@ def test_a_thought_is_closed_when_it_has_its_tokens() -> None:
     assert refused_at("<think></think>\n\nYes</think>", Form(marks=THINK), None, 0) is None
 
 
+@pytest.mark.parametrize("thought", ["one two three four five six seven", "🦉🦉🦉🦉"])
+def test_the_model_can_write_nothing_but_the_closing_mark_when_the_thought_has_its_tokens(thought: str) -> None:
+    """The grammar ended the thought without the mark, so that the answer belonged to the thought."""
+    for form, begin in ((Form(marks=THINK, opened=True), ""), (Form(marks=THINK), "<think>")):
+        schema, tokenizer = grammar(form, '{"enum": [5]}', 3), tiny_tokenizer()
+        follows, written = Schemas(tokenizer).grammar(schema or ""), list[int]()
+        wanted = iter(tokenizer.encode(begin + thought))
+        while (token := next(wanted, None)) is not None and follows.allowed()[token // 8] >> token % 8 & 1:
+            follows.accept(token)
+            written.append(token)
+        for _ in range(40):
+            first = next(token for token in range(400) if follows.allowed()[token // 8] >> token % 8 & 1)
+            if first in tokenizer.stops:
+                break
+            follows.accept(first)
+            written.append(first)
+        text = tokenizer.decode(written)
+        assert text.startswith(begin) and text.endswith("\n</think>\n\n5"), text
+        assert "�" not in text
+
+
 def test_replies_that_nothing_constrains_have_no_grammar() -> None:
     assert grammar(Form()) is grammar(Form(marks=THINK)) is grammar(Form(marks=THINK, opened=True)) is None
     assert grammar(Form(), None, 5) is grammar(Form(marks=THINK, closed=True), None, 5) is None

@@ -320,6 +320,27 @@ def test_the_marks_that_close_a_continued_thought_count(tmp_path: Path) -> None:
     assert work.requests[0][0] == prompt
 
 
+@pytest.mark.parametrize(("opening", "end"), [("", "<think>\nI add."), ("<think>", "<think>I add.")])
+def test_an_answer_continues_after_its_own_thought_as_far_as_there_is_room(
+    opening: str, end: str, tmp_path: Path
+) -> None:
+    """The model went on without what it had thought before it began the answer."""
+    tokenizer = folder(tmp_path, THINKER.replace("[assistant]{% if enable", f"[assistant]{opening}{{% if enable"))
+    begun = {"role": "assistant", "content": "Yes", "reasoning_content": "I add."}
+    body = {"messages": [QUESTION, begun], "continue_final_message": True, "max_tokens": 5}
+
+    def prompt(context: int, **more: Any) -> list[int]:
+        limits = Limits("m", context, VOCABULARY)
+        chat = read_chat({**body, **more}, limits, Defaults(1.0, 0.0, 0, 20))
+        return chat.work(tokenizer, limits).requests[0][0]
+
+    whole = prompt(4096)
+    assert tokenizer.decode(whole).endswith(f"{end}\n</think>\n\nYes")
+    assert tokenize({**body, "max_tokens": None}, tokenizer, Limits("m", 4096, VOCABULARY))["count"] == len(whole)
+    assert prompt(len(whole) + 5) == whole and "I add." not in tokenizer.decode(prompt(len(whole) + 4))
+    assert "I add." not in tokenizer.decode(prompt(4096, enable_thinking=False))
+
+
 @pytest.mark.parametrize(
     ("arguments", "read"),
     [

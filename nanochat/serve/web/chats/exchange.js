@@ -113,7 +113,7 @@ async function stream(exchange, pieces, page) {
     page.follow();
   }
   if (finish === "length") return "length";
-  return turn.saidSomething ? null : "noAnswer";
+  return turn.answered ? null : "noAnswer";
 }
 
 function fail(failure, { turn, asked, answer: answered, by }, page) {

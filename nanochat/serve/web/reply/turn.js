@@ -144,8 +144,13 @@ export class ModelTurn {
     return this.parts.filter((part) => part.type === "text").map((part) => part.text).join("");
   }
 
-  get saidSomething() {
+  get answered() {
     return this.parts.some((part) => part.type === "tool" || part.text.trim());
+  }
+
+  /** Whether there is anything to keep: an answer, or a thought that was stopped or cut off before its answer. */
+  get saidSomething() {
+    return this.answered || this.thought.trim() !== "";
   }
 
   /** Add to the thought, which stands folded above the answer. Its name says whether the model is still thinking. */
@@ -162,7 +167,7 @@ export class ModelTurn {
   }
 
   #nameThought() {
-    const key = this.open && !this.saidSomething ? "thinking" : "thoughts";
+    const key = this.open && !this.answered ? "thinking" : "thoughts";
     if (this.thought && this.thoughtName.dataset.i18n !== key) say(this.thoughtName, key);
   }
 
@@ -295,6 +300,6 @@ export class ModelTurn {
     text.setAttribute("role", "alert");
     this.error = make("div", "error", text);
     this.meta.before(this.error);
-    if (!this.saidSomething) this.body.remove();
+    if (!this.answered) this.body.remove();
   }
 }

@@ -64,6 +64,11 @@ export function defaultTokens(model) {
   return Math.max(1, Math.min(model.defaults.max_tokens, Math.floor(model.context_length / 2)));
 }
 
+/** Return how many tokens an answer may have: at most three quarters of the context, or the chat before it would be left out. */
+function longest({ context_length: context }) {
+  return Math.max(1, context - Math.floor(context / 4));
+}
+
 /**
  * The fields of a request to a model. A `lively` answer draws its words although the first one may not have; a chosen seed moves
  * on by the number of answers `before`, as it would give the same answer again.
@@ -76,7 +81,7 @@ export function requestSettings(model, lively, before) {
     top_k: top_k && Math.min(top_k, model.vocab_size),
     temperature: lively ? Math.max(temperature ?? model.defaults.temperature, LIVELY) : temperature,
     seed: seed === undefined ? undefined : seed + before,
-    max_tokens: max_tokens ? Math.min(max_tokens, Math.max(1, model.context_length - 1)) : defaultTokens(model),
+    max_tokens: max_tokens ? Math.min(max_tokens, longest(model)) : defaultTokens(model),
     ...(logprobs && { logprobs: true, top_logprobs: ALTERNATIVES }),
     ...templateSettings(model),
   };
