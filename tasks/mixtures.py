@@ -279,10 +279,9 @@ def _read_weighted(
 
     `read_records` reads a file, and each of its records is taken as often as the file's weight
     says. Of the different records, one in 50 (HELD_OUT) is held out, with all its copies; of fewer
-    than 1,500 about 30 (OWN_HELD_OUT), but at most one in 10 (MOST_HELD_OUT).
-
-    If a file is taken more than once, it is the last of every 50 different records, or the last of
-    all if there are fewer, since short files are repeated and begin with what matters most.
+    than 1,500 about 30 (OWN_HELD_OUT), but at most one in 10 (MOST_HELD_OUT). If a file is taken
+    more than once, it is one in 50 again. The last of every so many records is held out, or the
+    last of all if there are fewer, since files begin with what matters most.
 
     Raises UserError, with `least` as the words for 2 records, if there are fewer different ones.
     """
@@ -316,14 +315,13 @@ def _read_weighted(
         )
     taken = zip(weights, contents, strict=True)
     key = " + ".join(f"{weight:g} {content}" for weight, content in taken)
-    numbers = np.array(originals)
+    is_repeated = max(weights) > 1 or len(set(contents)) < len(contents)
     every = min(max(different // OWN_HELD_OUT, MOST_HELD_OUT), HELD_OUT)
-    if max(weights) > 1 or len(set(contents)) < len(contents):
+    if is_repeated:
         every = HELD_OUT
-        numbers = numbers + 1 - min(different, every)
-        key += COPIES_TOGETHER
-    if every != HELD_OUT:
-        key += f", one in {every} held out"
+    # The first number that `every` divides is that of the last record of the first `every`.
+    numbers = np.array(originals) + 1 - min(different, every)
+    key += f", the last of every {every} held out"
     if different < len(items):
         key += f", {different} different"
     return ", ".join(names), key, Numbered(items, numbers, every)

@@ -3,7 +3,8 @@
 A model that trains only on a few conversations forgets other things that it knows. Rows of its own
 words, sampled at temperature 1, pull it back: their loss estimates how far the model has diverged
 from the model before training. No other data is needed. Half of the words are replies to
-general prompts of the package, and half are texts without a prompt.
+general prompts of the package, and half are texts without a prompt. No prompt greets the model or
+asks it about itself, since the data may teach it another answer.
 """
 
 import itertools
@@ -38,7 +39,7 @@ from nanochat.train.flags import Auto
 from nanochat.train.references import row_scores, saved_or_scored
 from nanochat.train.tuning_rules import tuning_repeats
 
-VERSION = 3  # part of the key of the own words; raise it when the sampling changes
+VERSION = 4  # part of the key of the own words; raise it when the sampling changes
 # A model that reads its own words again knows rare tokens of them by heart, and then they no longer
 # tell how far it has diverged. So it writes as many as the run reads, up to this number of tokens.
 MOST_TOKENS = 204_800

@@ -149,7 +149,7 @@ def test_steps_compile_nothing_that_was_not_compiled_before_them(
 
     monkeypatch.setattr(compiling, "_compile", counted)
     data = str(models / ("chats.jsonl" if loss == "answers" else "pairs.jsonl"))
-    finetune.train(config(models, compile=True, loss=loss, data=(data,), eval_every=0), on_cpu())
+    finetune.train(config(models, compile=True, loss=loss, data=(data,), max_length=120, eval_every=0), on_cpu())
     assert graphs and counters["stats"]["unique_graphs"] == graphs[0] > 0
 
 
