@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +180,10 @@ def test_a_model_larger_than_the_device_is_refused(tmp_path: Path, monkeypatch: 
     with pytest.raises(UserError, match="--replay_every=4") as failure:
         replay.check_replay(4, "answers", base, on_cpu())
     assert failure.value.exit_code == 2
+
+
+def test_no_general_prompt_speaks_to_the_model_about_itself() -> None:
+    """Its old answer to "Who are you?" pulled against data that gives it another name."""
+    prompts = resources.files("nanochat").joinpath("data/general/prompts.txt").read_text("utf-8").splitlines()
+    assert len(set(prompts)) == 64
+    assert not [prompt for prompt in prompts if re.search(r"\byou\b|^hello|你是|你叫|你好", prompt, re.IGNORECASE)]
