@@ -5,13 +5,13 @@ python -m bench.finetune --against transformers       # minutes; needs transform
 python -m bench.finetune --against matmuls --shapes qwen3-moe --modes lora
 
 What is compared: a step of an adapter and a step of the whole model, in small Qwen3 (dense and with
-experts) and Qwen3.5 shapes and the shape of SmolLM2-135M, with random weights, on random tokens. The side "matmuls" computes
-nothing but the matrix products of such a step (bench/finetune/matmuls.py), so that our speed beside
-its speed is the share of our step that they take. How: every side is a process of its own; the
-sides of a row take turns, one step each, so that a busy machine slows them equally. The median step
-counts, in CPU seconds. Each row is printed as soon as it is measured. Our step is compiled, as
-scripts.finetune does where the run is long enough to repay it; transformers' Trainer does not
-compile unless it is asked to.
+experts) and Qwen3.5 shapes and the shape of SmolLM2-135M, with random weights, on random tokens. The
+side "matmuls" computes nothing but the matrix products of such a step (bench/finetune/matmuls.py),
+so that our speed beside its speed is the share of our step that they take. How: every side is a
+process of its own; the sides of a row take turns, one step each, so that a busy machine slows them
+equally. The median step counts, in CPU seconds. Each row is printed as soon as it is measured. Our
+step is compiled, as scripts.finetune does where the run is long enough to repay it; transformers'
+Trainer does not compile unless it is asked to.
 """
 
 import contextlib

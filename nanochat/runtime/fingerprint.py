@@ -66,9 +66,8 @@ def check_start(settings: Mapping[str, Any], compute: Compute) -> None:
     """Raise UserError if the ranks differ in settings, code, torch, number format or base folder.
 
     The kind of device and the number of ranks on each host must agree, too. Every rank must call
-    this.
-    This also hashes the code now, for later checkpoints, since files may be edited while the run
-    trains.
+    this. It also hashes the code now, for later checkpoints, since files may be edited while the
+    run trains.
     """
     loaded()
     not_loaded()

@@ -38,8 +38,8 @@ PROBE_CHAT = (
     {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]},
     {"role": "tool", "content": "a_result", "tool_call_id": "call_1"},
 )
-# The forms of calls that the server reads, and how a call of a_tool begins in each: "json" and "xml" are
-# Hermes' and Qwen3-Coder's, "list" and "args" are Mistral's.
+# The forms of calls that the server reads, and how a call of a_tool begins in each: "json" and
+# "xml" are Hermes' and Qwen3-Coder's, "list" and "args" are Mistral's.
 CALL_FORMATS = {
     "xml": re.compile(r"<tool_call>\s*<function=a_tool>"),
     "json": re.compile("<tool_call>"),
@@ -97,7 +97,7 @@ def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def call_format(written: str) -> str | None:
-    """Return the form in which PROBE_CALL is written in a rendered text, or None for another one."""
+    """Return the form in which a rendered text has PROBE_CALL, or None for another one."""
     return next((form for form, call in CALL_FORMATS.items() if call.search(written)), None)
 
 

@@ -1,7 +1,8 @@
 """Closes the thought of a reply once it has as many tokens as it may have.
 
-llguidance can bound the tokens of a text, but ends it then without the mark that closes the thought,
-so that the answer would belong to the thought. The mark is written here, one token at a time.
+llguidance can bound the tokens of a text, but ends it then without the mark that closes the
+thought, so that the answer would belong to the thought. The mark is written here, one token at a
+time.
 """
 
 import json
