@@ -5,7 +5,6 @@ a separate process, because the other ranks of the step do not exist, and a proc
 nothing replaces them.
 """
 
-import contextlib
 import gc
 import json
 import math
@@ -221,23 +220,9 @@ def build_model(tuning: Tuning, compute: Compute) -> Qwen:
         hold_in_nf4(model, compute.dtype)
     model.checkpoints = tuning.checkpoint_activations
     model.offloads = tuning.offloads
-    with _ranks_on_host(tuning.ranks_on_host):
-        parallel.shard(model, model.shard_groups(), compute, tuning.shard)
+    groups = model.shard_groups()
+    parallel.shard(model, groups, compute, tuning.shard, ranks_on_host=tuning.ranks_on_host)
     return model
-
-
-@contextlib.contextmanager
-def _ranks_on_host(ranks: int | None) -> Iterator[None]:
-    """Let shard() find this number of ranks on a host in this block; None leaves the launcher's."""
-    launched = os.environ.get("LOCAL_WORLD_SIZE")
-    if ranks is not None:
-        os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
-    try:
-        yield
-    finally:
-        os.environ.pop("LOCAL_WORLD_SIZE", None)
-        if launched is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = launched
 
 
 def build_optimizers(model: Qwen, compute: Compute) -> Optimizers:

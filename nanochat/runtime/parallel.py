@@ -107,16 +107,19 @@ def ranks_in_memory(compute: Compute) -> int:
     return 1 if compute.platform.has_own_memory else ranks_per_host(compute)
 
 
-def mesh_shape(mode: Sharding, compute: Compute) -> tuple[int, int]:
+def mesh_shape(
+    mode: Sharding, compute: Compute, ranks_on_host: int | None = None
+) -> tuple[int, int]:
     """Return the number of copies of the model, and the number of ranks that share each copy.
 
     In mode "none", every rank has a copy. Otherwise, each host has one (HSDP), so that parameters
-    are not gathered across the network; but if this host has a single rank, or a number of ranks
-    that does not divide the world size, all ranks share a single copy.
+    are not gathered across the network; but if a host has a single rank, or a number of ranks that
+    does not divide the world size, all ranks share a single copy. `ranks_on_host` is the number of
+    ranks on each host, by default that of this one.
     """
     if mode == "none":
         return compute.world_size, 1
-    on_host = ranks_per_host(compute)
+    on_host = ranks_on_host or ranks_per_host(compute)
     if 1 < on_host < compute.world_size and compute.world_size % on_host == 0:
         return compute.world_size // on_host, on_host
     return 1, compute.world_size
@@ -126,7 +129,11 @@ def mesh_shape(mode: Sharding, compute: Compute) -> tuple[int, int]:
 
 
 def shard(
-    model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sharding = "grad"
+    model: nn.Module,
+    groups: list[nn.Module],
+    compute: Compute,
+    mode: Sharding = "grad",
+    ranks_on_host: int | None = None,
 ) -> None:
     """Shard a model over the ranks in place; with a single rank, do nothing.
 
@@ -141,14 +148,14 @@ def shard(
     reduced in fp32 while the backward pass is still running. Frozen parameters, such as those below
     adapters, stay whole on every rank, except for matrices if the mode is "full". On CPUs, a table
     stays whole if a step reads only a few of its rows, and the ranks exchange only those rows; see
-    average_rows().
+    average_rows(). A forecast for other hosts names their `ranks_on_host`; see mesh_shape().
     """
     if compute.world_size == 1:
         return
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    replicas, shards = mesh_shape(mode, compute)
+    replicas, shards = mesh_shape(mode, compute, ranks_on_host)
     log(
         tr(
             "parameters: --shard={mode}, {replicas} replica(s) of {shards} shard(s)",
