@@ -6,11 +6,10 @@ The tokenizer is read from tokenizer.json. The chat template turns conversations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,13 +32,13 @@ from nanochat.checkpoint_manager.huggingface.template import (
 from nanochat.checkpoint_manager.huggingface.vocabulary import read_vocabulary
 from nanochat.common import UserError, fsync_path, sha256_of, tr
 from nanochat.data.bpe import letters_for_bytes
-from nanochat.data.conversation import Conversation, Message
+from nanochat.data.conversation import Conversation
 from nanochat.tokenizer import Rendered
 
 FILE_NAME = "tokenizer.json"
 SPM_NAME = "tokenizer.model"  # the same vocabulary in SentencePiece's own format
 # Spellings of the token that ends a turn, in formats where another token ends a whole text.
-ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>")
+ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
 # Roles of our own tokenizer that published models lack, in the order in which they get free rows of
 # the embedding. The calculator's marks come first.
 ROWLESS = (
@@ -251,7 +250,8 @@ class FolderTokenizer:
         """The form in which the chat template writes calls, if the server reads that form."""
         if not self.takes_tools or not self.takes_calls:
             return None
-        return answers.call_format(self._written_call)
+        prompt = self._tried(answers.PROBE_CHAT[:1], reply=True)
+        return answers.call_format(self._written_call.removeprefix(prompt))
 
     @cached_property
     def thought_marks(self) -> tuple[str, str] | None:
@@ -281,6 +281,11 @@ class FolderTokenizer:
     def _written_call(self) -> str:
         """What the chat template writes for a call and its result; empty if it refuses them."""
         return self._tried(answers.PROBE_CHAT, reply=True)
+
+    @cached_property
+    def _takes_one_call(self) -> bool:
+        """Whether the chat template writes one call of a reply and no second one, as Llama's."""
+        return self.takes_calls and "b_tool" not in self._tried(answers.PROBE_CALLS, reply=True)
 
     @cached_property
     def takes_reasoning(self) -> bool:
@@ -521,6 +526,8 @@ class FolderTokenizer:
         """
         if not self.takes_system:
             conversation = answers.without_system(conversation)
+        if self._takes_one_call:
+            conversation = answers.with_single_calls(conversation)
         last = conversation.messages[-1]
         thinks = last.role == "assistant" and last.trained and "</think>" in last.text
         if thinks and not self._writes_thoughts:
@@ -662,7 +669,7 @@ class FolderTokenizer:
         prompt = conversation.prompt
         if not self.takes_system:
             prompt = answers.without_system(prompt)
-        return self._prompt(prompt.messages, prompt.options)
+        return self._prompt(prompt)
 
     def render_as_sent(self, conversation: Conversation) -> list[int] | None:
         """Return the tokens of a prompt with all turns of a conversation, in any order of roles.
@@ -678,15 +685,13 @@ class FolderTokenizer:
             text = self._text(probes, reply=True)
             if any(probe["content"] not in text for probe in probes):
                 return None
-            return self._prompt(conversation.messages, conversation.options)
+            return self._prompt(conversation)
         except UserError:
             return None
 
-    def _prompt(
-        self,
-        turns: Sequence[Message],
-        options: Mapping[str, Any] = MappingProxyType({}),
-    ) -> list[int]:
-        messages = [answers.template_message(turn, self._safe) for turn in turns]
-        variables = answers.safe_options(options, self._safe)
+    def _prompt(self, conversation: Conversation) -> list[int]:
+        if self._takes_one_call:
+            conversation = answers.with_single_calls(conversation)
+        messages = [answers.template_message(turn, self._safe) for turn in conversation.messages]
+        variables = answers.safe_options(conversation.options, self._safe)
         return self._tokens(self._segments(self._text(messages, reply=True, **variables))).ids
