@@ -347,7 +347,7 @@ def test_few_rows_are_multiplied_with_what_onednn_laid_out(made: Kernels, output
     weight = draw(outputs, inputs, dtype=torch.bfloat16)
     held = Packed(weight, made)
     fits = "avx512_bf16" in host.cpu_flags() and outputs % 64 == 0 and inputs % 2 == 0
-    assert (held._place is not None) == (held.rows is not None) == fits
+    assert (held.address is not None) == (held.rows is not None) == fits
     if held.rows is not None:
         numbers = torch.tensor([[0, outputs - 1], [63, 1]])
         assert torch.equal(held.rows(numbers), weight[numbers])
