@@ -220,7 +220,8 @@ class Decoder:
         matrix = self._stored_matrix(linear.multiply)
         self._linears.append(linear)
         if linear.has_bias:
-            matrix.bias = self._address(linear.bias.detach().float())
+            bias = linear.bias.detach().to(self._model.dtype)  # as Linear casts it
+            matrix.bias = self._address(bias.float())
         return matrix
 
     def _stored_matrix(self, stored: object) -> Matrix:

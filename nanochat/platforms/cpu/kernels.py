@@ -396,7 +396,6 @@ class Kernels:
         """Return x times the transposed matrix whose blocks, in bf16 or int8, begin at `pointer`.
 
         Such a pointer is what reads() returns, or the address of a tensor that in_blocks() made.
-        This suits few rows.
         """
         x = x.contiguous()
         inputs = x.size(-1)

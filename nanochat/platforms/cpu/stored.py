@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanochat.gpt import Head
@@ -68,8 +67,7 @@ class Packed:
 class Packed8:
     """Multiplies activations in bf16 by an int8 matrix that is stored in the blocks of products.h.
 
-    Integers are converted to bf16, which holds them exactly, as they are read. `rows` returns rows
-    (..., inputs) of the matrix by their numbers (...).
+    Integers are converted to bf16, which holds them exactly, as they are read.
     """
 
     dtype = torch.int8
@@ -91,13 +89,9 @@ class Packed8:
 
         This is the `multiply` hook of a Linear; `weight` is ignored.
         """
-        outputs, inputs = self.shape
-        if x.numel() <= FEW_ROWS * inputs:
-            return self._kernels.multiply_blocks(
-                x, self.address, self.dtype, self.scales, outputs
-            )
-        integers = self._blocks.permute(0, 2, 4, 1, 3).reshape(-1, inputs)[:outputs]
-        return F.linear(x, integers.to(x.dtype)) * self.scales.to(x.dtype)
+        return self._kernels.multiply_blocks(
+            x, self.address, self.dtype, self.scales, self.shape[0]
+        )
 
     def rows(self, numbers: Tensor) -> Tensor:  # (...) -> (..., inputs) bf16
         """Return rows of the matrix by their numbers, as an embedding table does."""

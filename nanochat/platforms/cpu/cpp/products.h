@@ -52,30 +52,29 @@ void rows_by_block(const bf16 *x, int64_t x_stride, const W *w, float *y, int64_
         for (int part = 0; part < 4; part++) _mm512_storeu_ps(y + row * y_stride + 16 * part, sums[row][part]);
 }
 
-#ifdef __AMX_BF16__
 // Returns weights as bf16 numbers: themselves, or the integers converted into `space`.
 inline const bf16 *in_bf16(const bf16 *w, bf16 *, int64_t) { return w; }
 
 inline const bf16 *in_bf16(const int8_t *w, bf16 *space, int64_t count) {
-    for (int64_t i = 0; i < count; i += 32) _mm512_store_si512(space + i, (__m512i)weights32(w + i));
+    for (int64_t i = 0; i < count; i += 32) _mm512_storeu_si512(space + i, (__m512i)weights32(w + i));
     return space;
 }
 
+#ifdef __AMX_BF16__
 // Multiplies the rows of x for which the thread's Tiles are configured with one block of a matrix, like rows_by_block().
 // `inputs` is a multiple of 32.
-template <class W>
-void tile_by_block(const bf16 *x, int64_t x_stride, const W *w, float *y, int64_t y_stride, int64_t inputs) {
-    constexpr int64_t STEP = 32 * BLOCK, RIGHT = 2 * BLOCK * sizeof(bf16);
+template <bool FETCH, class W>
+void tile_by_block(const bf16 *x, const W *w, float *y, int64_t inputs) {
+    constexpr int64_t STEP = 32 * BLOCK, RIGHT = 2 * BLOCK * sizeof(bf16), MADE = BLOCK * sizeof(float);
     alignas(64) bf16 space[std::is_same_v<W, bf16> ? 1 : STEP];
-    const int64_t left = x_stride * sizeof(bf16), made = y_stride * sizeof(float);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t i = 0; i < inputs; i += 32, w += STEP) {
-        fetch(w, STEP);
+        if (FETCH) fetch(w, STEP);
         const bf16 *right = in_bf16(w, space, STEP);
-        _tile_loadd(4, x + i, left);
+        _tile_loadd(4, x + i, inputs * sizeof(bf16));
         _tile_loadd(6, right, RIGHT);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, right + 32, RIGHT);
@@ -85,44 +84,52 @@ void tile_by_block(const bf16 *x, int64_t x_stride, const W *w, float *y, int64_
         _tile_loadd(7, right + 96, RIGHT);
         _tile_dpbf16ps(3, 4, 7);
     }
-    _tile_stored(0, y, made);
-    _tile_stored(1, y + 16, made);
-    _tile_stored(2, y + 32, made);
-    _tile_stored(3, y + 48, made);
+    _tile_stored(0, y, MADE);
+    _tile_stored(1, y + 16, MADE);
+    _tile_stored(2, y + 32, MADE);
+    _tile_stored(3, y + 48, MADE);
 }
 #endif
 
 // Multiplies up to MOST_ROWS rows of x with one block. The thread's Tiles are configured for as many rows.
-template <class W> void few_by_block(const bf16 *x, const W *w, float *y, int64_t rows, int64_t inputs) {
+template <bool FETCH, class W>
+void few_by_block(const bf16 *x, const W *w, float *y, int64_t rows, int64_t inputs) {
 #ifdef __AMX_BF16__
-    if (has_tiles && inputs % 32 == 0) return tile_by_block(x, inputs, w, y, BLOCK, inputs);
+    if (has_tiles && inputs % 32 == 0) return tile_by_block<FETCH>(x, w, y, inputs);
 #endif
     for (int64_t row = 0; row < rows; row += 4) {  // a second group of rows finds the block in the cache
         const int64_t left = rows - row;
-        auto some = left == 1   ? rows_by_block<1, true, W>
-                    : left == 2 ? rows_by_block<2, true, W>
-                    : left == 3 ? rows_by_block<3, true, W>
-                                : rows_by_block<4, true, W>;
+        auto some = left == 1   ? rows_by_block<1, FETCH, W>
+                    : left == 2 ? rows_by_block<2, FETCH, W>
+                    : left == 3 ? rows_by_block<3, FETCH, W>
+                                : rows_by_block<4, FETCH, W>;
         some(x + row * inputs, inputs, w, y + row * BLOCK, BLOCK, inputs);
     }
 }
 
-// Multiplies a few rows of x with a matrix that is stored in blocks, one after the other. With `scales`, each output has
-// a factor of its own. oneDNN stores bf16 matrices so, too.
+// Multiplies rows of x with a matrix that is stored in blocks, one after the other. With `scales`, each output has a
+// factor of its own. oneDNN stores bf16 matrices so, too.
 template <class W>
 void multiply_blocks(const bf16 *x, const W *w, const float *scales, bf16 *y, int64_t threads, int64_t rows,
                      int64_t outputs, int64_t inputs) {
-    const int64_t together = std::min(rows, MOST_ROWS);
+    const int64_t together = std::min(rows, MOST_ROWS), size = BLOCK * inputs;
     parts((outputs + BLOCK - 1) / BLOCK, rows * outputs * inputs / 8, threads, [=](int64_t begin, int64_t end) {
         const Tiles tiles(together);
         alignas(64) float sums[MOST_ROWS * BLOCK];
-        for (int64_t block = begin; block < end; block++)
+        Lines<bf16> space(std::is_same_v<W, bf16> || rows == together ? 0 : size);
+        for (int64_t block = begin; block < end; block++) {
+            const W *weights = w + block * size;
+            const bf16 *kept = space.empty() ? nullptr : in_bf16(weights, space.data(), size);
+            const int64_t output = block * BLOCK, real = std::min(BLOCK, outputs - output);
             for (int64_t next = 0; next < rows; next += together) {
                 const int64_t first = std::min(next, rows - together);  // the last group may repeat some rows
                 const bf16 *some = x + first * inputs;
-                const W *weights = w + block * BLOCK * inputs;
-                few_by_block(some, weights, sums, together, inputs);
-                const int64_t output = block * BLOCK, real = std::min(BLOCK, outputs - output);
+                if (kept)
+                    few_by_block<false>(some, kept, sums, together, inputs);
+                else if (next)
+                    few_by_block<false>(some, weights, sums, together, inputs);
+                else
+                    few_by_block<true>(some, weights, sums, together, inputs);
                 for (int64_t row = 0; row < together; row++) {
                     float *sum = sums + row * BLOCK;
                     if (scales)
@@ -130,6 +137,7 @@ void multiply_blocks(const bf16 *x, const W *w, const float *scales, bf16 *y, in
                     scaled(sum, 1.0f, y + (first + row) * outputs + output, real);
                 }
             }
+        }
     });
 }
 
