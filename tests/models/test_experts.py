@@ -18,6 +18,7 @@ from nanochat.models.lora import LoraConfig, add_adapters, init_adapters
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.experts import Router
 from nanochat.models.qwen.model import Qwen
+from nanochat.platforms import grouped_experts
 from nanochat.platforms.operations import Operations
 from tests.models.test_qwen import tokens
 from tests.support.qwens import CONFIGS, oracle, tiny_qwen
@@ -33,10 +34,14 @@ def pass_of(model: Qwen, rows: int = 2) -> tuple[Tensor, dict[str, Tensor]]:
     return logits, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("grain", [1, 8])  # products of any number of rows, and of eights as in bf16 on a CPU
 @pytest.mark.parametrize("rows", [2, 1])  # with one row, some experts have no token
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_grouped_form_equals_the_loop(family: str, adapter: bool, rows: int) -> None:
+def test_the_grouped_form_equals_the_loop(
+    family: str, adapter: bool, rows: int, grain: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped_experts, "_grain", lambda x: grain)
     results = []
     for operations in (None, Operations()):
         model = tiny_qwen(family, operations=operations)

@@ -81,10 +81,11 @@ def tiny_qwen(
     dtype: torch.dtype = torch.float32,
     operations: Operations | None = None,
     rows: int = VOCABULARY,
+    **sizes: Any,
 ) -> Qwen:
     """A model whose weights are large enough that every part of it matters, with norms and biases that are not
-    trivial."""
-    config = replace(EVERY[family], vocab_size=rows)
+    trivial. `sizes` replace those of the family's configuration."""
+    config = replace(EVERY[family], vocab_size=rows, **sizes)
     model = families()[family_of(config)].model(config, dtype)
     if operations is not None:
         accelerate(model, operations)

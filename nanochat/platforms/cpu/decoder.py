@@ -1,4 +1,4 @@
-"""Decoding passes of published models in fp32 as a single call of C++.
+"""Decoding passes of published models as a single call of C++.
 
 With one new token in one row, the Python of some twelve operators a layer takes about half as long
 as the products. decode.h calls the same operators in the same order, with the same results.
@@ -16,6 +16,7 @@ from nanochat.context import Cached
 from nanochat.linear import Linear
 from nanochat.platforms.cpu.kernels import MANY_QUERIES, Kernels
 from nanochat.platforms.cpu.panels import Panels
+from nanochat.platforms.cpu.stored import Packed, Packed8
 from nanochat.platforms.qwen_layers import (
     OperatorAttention,
     OperatorBlock,
@@ -32,10 +33,10 @@ class Unsupported(Exception):
 
 
 class Matrix(ctypes.Structure):
-    """A matrix in panels, as in decode.h."""
+    """A matrix in panels or in blocks, as in decode.h."""
 
     _fields_ = [
-        ("panels", c_void_p),
+        ("weights", c_void_p),
         ("scales", c_void_p),
         ("bias", c_void_p),
         ("format", c_int64),
@@ -87,8 +88,11 @@ class Decoder:
     def __init__(self, kernels: Kernels, model: OperatorQwen):
         """Collect the layers of a served model; raises Unsupported if decode.h lacks a part."""
         self._model = model
-        self._kernels = kernels
-        self._tensors: list[Tensor] = []  # what the addresses point to
+        self._stored = Panels if model.dtype == torch.float32 else (Packed, Packed8)
+        if model.dtype not in kernels.decode:
+            raise Unsupported
+        self._decode = kernels.decode[model.dtype]
+        self._owners: list[object] = []  # of the memory that the addresses point to
         self._linears: list[Linear] = []  # those that may get an adapter
         blocks = [self._layer(cast(OperatorBlock, block)) for block in model.blocks]
         self._layers = (Layer * len(blocks))(*blocks)
@@ -106,17 +110,17 @@ class Decoder:
         """Return what Qwen.hidden() returns, or None if this pass is not one of decoding.
 
         Each row must have so few new tokens that extend() attends to them one by one, in a cache of
-        fp32 numbers, and no matrix may have an adapter. Raises IndexError if a token is beyond the
-        end of its slot.
+        the model's dtype, and no matrix may have an adapter. Raises IndexError if a token is beyond
+        the end of its slot.
         """
         if idx.size(1) >= MANY_QUERIES or not isinstance(context, Cached):
             return None
         if is_compiling() or torch.is_grad_enabled():
             return None
         cache = context.cache
-        if cache.k.dtype != torch.float32 or any(matrix.adapter for matrix in self._linears):
-            return None
         model = self._model
+        if cache.k.dtype != model.dtype or any(matrix.adapter for matrix in self._linears):
+            return None
         context.bind(model)
         x = model.embed(idx).contiguous()
         cos, sin = (table.contiguous() for table in model.rotary(context, idx.size(1)))
@@ -139,7 +143,7 @@ class Decoder:
             turns=cos.size(0) * cos.size(1),
         )
         positions = context.positions.T.contiguous()
-        fits = self._kernels.decode(
+        fits = self._decode(
             ctypes.addressof(self._layers),
             ctypes.addressof(sizes),
             x.data_ptr(),
@@ -175,7 +179,7 @@ class Decoder:
         self._linears += [attention.q_proj, attention.k_proj, attention.v_proj]
         self._linears += [mlp.gate_proj, mlp.up_proj]
         if attention.joined is not None:
-            q = self._panels(attention.joined.multiply)
+            q = self._stored_matrix(attention.joined.multiply)
             k = v = Matrix()
         else:
             q = self._matrix(attention.q_proj)
@@ -186,7 +190,7 @@ class Decoder:
             k=k,
             v=v,
             out=self._matrix(attention.o_proj),
-            gate_up=self._panels(mlp.joined.multiply),
+            gate_up=self._stored_matrix(mlp.joined.multiply),
             down=self._matrix(mlp.down_proj),
             first_norm=self._scale(block.input_layernorm),
             second_norm=self._scale(block.post_attention_layernorm),
@@ -213,26 +217,28 @@ class Decoder:
 
     def _matrix(self, linear: Linear) -> Matrix:
         """Return the structure of a matrix with its bias."""
-        matrix = self._panels(linear.multiply)
+        matrix = self._stored_matrix(linear.multiply)
         self._linears.append(linear)
         if linear.has_bias:
-            matrix.bias = self._address(linear.bias.detach().float())
+            bias = linear.bias.detach().to(self._model.dtype)  # as Linear casts it
+            matrix.bias = self._address(bias.float())
         return matrix
 
-    def _panels(self, multiply: object) -> Matrix:
-        """Return the structure of a matrix in panels, without a bias."""
-        if not isinstance(multiply, Panels):
+    def _stored_matrix(self, stored: object) -> Matrix:
+        """Return the structure of a stored matrix, without a bias."""
+        if not isinstance(stored, self._stored) or stored.address is None:
             raise Unsupported
-        outputs, inputs = multiply.shape
+        self._owners.append(stored)
+        outputs, inputs = stored.shape
         return Matrix(
-            panels=self._address(multiply.panels),
-            scales=None if multiply.scales is None else self._address(multiply.scales),
-            format=FORMATS[multiply.panels.dtype],
+            weights=stored.address,
+            scales=None if stored.scales is None else self._address(stored.scales),
+            format=FORMATS[stored.dtype],
             outputs=outputs,
             inputs=inputs,
         )
 
     def _address(self, tensor: Tensor) -> int:
         """Return the address of a tensor that stays where it is, because a list refers to it."""
-        self._tensors.append(tensor)
+        self._owners.append(tensor)
         return tensor.data_ptr()

@@ -209,23 +209,28 @@ class Kernels:
                 function.argtypes = argument_types(pointers, sizes, numbers)
                 function.restype = c_bool if name in CHECKED else None
                 self._functions[name, dtype] = function
-        self.decode: Any = library.decode_fp32  # decoder.py calls it
-        self.decode.argtypes = argument_types(10, 1, 2)
-        self.decode.restype = c_bool
         self._panels: dict[torch.dtype, Any] = {}
         for dtype, suffix in PANELS.items():
             function = getattr(library, f"panels_{suffix}")
             function.argtypes = argument_types(4, 4, 0)
             function.restype = None
             self._panels[dtype] = function
-        # This exists only if the processor has AVX512-BF16.
-        self._multiply = getattr(library, "multiply_bf16", None)
-        if self._multiply is not None:
-            self._multiply.argtypes = argument_types(3, 3, 0)
-            self._multiply.restype = None
+        # The functions for activations in bf16 exist only if the processor has AVX512-BF16.
+        self._blocks: dict[torch.dtype, Any] = {}
+        for dtype in (torch.bfloat16, torch.int8):
+            function = getattr(library, f"blocks_{PANELS[dtype]}", None)
+            if function is not None:
+                function.argtypes = argument_types(4, 4, 0)
+                function.restype = None
+                self._blocks[dtype] = function
+        self.decode: dict[torch.dtype, Any] = {}  # decoder.py calls it
         self._attend_many: dict[torch.dtype, Any] = {}
         for dtype, suffix in SUFFIXES.items():
-            # The function for bf16 also exists only with AVX512-BF16.
+            function = getattr(library, f"decode_{suffix}", None)
+            if function is not None:
+                function.argtypes = argument_types(10, 1, 2)
+                function.restype = c_bool
+                self.decode[dtype] = function
             function = getattr(library, f"attend_many_{suffix}", None)
             if function is not None:
                 function.argtypes = argument_types(5, 13, 1)
@@ -331,19 +336,24 @@ class Kernels:
 
     # --- products --------------------------------------------------------------------------------
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether multiply_blocks() exists: the processor has AVX512-BF16."""
+        return bool(self._blocks)
+
     def reads(
         self,
         laid_out: Tensor,  # a bf16 matrix that oneDNN has laid out
         weight: Tensor,  # (outputs, inputs), the same matrix
         compare: bool = True,
     ) -> int | None:
-        """Return the memory address of a laid-out matrix, or None if multiply() cannot read it.
+        """Return the address of a laid-out matrix, or None if multiply_blocks() cannot read it.
 
         oneDNN's layout is not documented, so every number is compared with `weight`, unless
         `compare` is False because the layout of this shape is already known to be as expected.
         """
         outputs, inputs = weight.shape
-        if self._multiply is None or outputs % BLOCK or inputs % 2:
+        if not self.has_blocks or outputs % BLOCK or inputs % 2:
             return None
         if not hasattr(torch.ops.mkldnn, "data_ptr"):
             return None
@@ -375,21 +385,31 @@ class Kernels:
         elements = torch.frombuffer(memory, dtype=torch.int32)
         return elements.view(outputs // BLOCK, inputs // 2, BLOCK)
 
-    def multiply(
+    def multiply_blocks(
         self,
         x: Tensor,  # (..., inputs) bf16
         pointer: int,
+        dtype: torch.dtype,
+        scales: Tensor | None,  # (outputs,) fp32, a factor for each output
         outputs: int,
-    ) -> Tensor:  # (..., outputs)
-        """Return x times the transposed matrix at the address `pointer`, which reads() returned.
+    ) -> Tensor:  # (..., outputs) bf16
+        """Return x times the transposed matrix whose blocks, in bf16 or int8, begin at `pointer`.
 
-        This suits few rows, and runs on one thread.
+        Such a pointer is what reads() returns, or the address of a tensor that in_blocks() made.
         """
         x = x.contiguous()
         inputs = x.size(-1)
-        rows = x.numel() // inputs
         y = x.new_empty(*x.shape[:-1], outputs)
-        self._multiply(x.data_ptr(), pointer, y.data_ptr(), rows, outputs, inputs)  # type: ignore[misc]
+        self._blocks[dtype](
+            x.data_ptr(),
+            pointer,
+            None if scales is None else scales.data_ptr(),
+            y.data_ptr(),
+            torch.get_num_threads(),
+            x.numel() // inputs,
+            outputs,
+            inputs,
+        )
         return y
 
     def multiply_panels(

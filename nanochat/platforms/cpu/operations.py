@@ -23,7 +23,7 @@ from nanochat.platforms.cpu.decoding import by_products, one_query
 from nanochat.platforms.cpu.gradients import Product8, Trained
 from nanochat.platforms.cpu.kernels import EPSILON, MANY_QUERIES, SUFFIXES, Kernels, kernels
 from nanochat.platforms.cpu.panels import MEASURED, Panels, serve_here
-from nanochat.platforms.cpu.stored import Packed, store, store_int8
+from nanochat.platforms.cpu.stored import Packed, Packed8, store, store_int8
 from nanochat.platforms.cpu.training import FP32_GRAIN, products_int8
 from nanochat.platforms.operations import Matrices, Operations, multiplied
 
@@ -163,7 +163,8 @@ class CpuOperations(Operations):
         Matrices are stored in a layout from which a few rows are multiplied at the speed of memory,
         with the same result up to rounding: Panels for a model that computes in fp32, and oneDNN's
         layout for bf16 if oneDNN supports bf16 here. oneDNN's layout for fp32 is not used, because
-        its rounding depends on how many rows are multiplied together.
+        its rounding depends on how many rows are multiplied together. Published models get a
+        Decoder.
         """
         self._kernels = self._library
         for module in model.modules():
@@ -175,12 +176,14 @@ class CpuOperations(Operations):
             panels = functools.partial(Panels, self._kernels)
             store(model, panels, torch.float32)
             store_int8(model, panels)
-            if hasattr(model, "decoder"):  # a published model
-                decoder = appendix("nanochat.platforms.cpu.decoder")
-                model.decoder = decoder.Decoder.of(self._kernels, model)
         if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             packed = functools.partial(Packed, kernels=self._kernels, compared=self._compared)
             store(model, packed, torch.bfloat16)
+            if dtype == torch.bfloat16 and self._kernels is not None and self._kernels.has_blocks:
+                store_int8(model, functools.partial(Packed8, kernels=self._kernels))
+        if self._kernels is not None and hasattr(model, "decoder"):  # a published model
+            decoder = appendix("nanochat.platforms.cpu.decoder")
+            model.decoder = decoder.Decoder.of(self._kernels, model)
 
     # --- norms -----------------------------------------------------------------------------------
 

@@ -46,6 +46,8 @@ class Panels:
         padded[:outputs] = weight
         panels = padded.view(-1, PANEL, inputs).transpose(1, 2)
         self.panels = panels.contiguous()  # (outputs / 16, inputs, 16)
+        self.dtype = self.panels.dtype
+        self.address = self.panels.data_ptr()
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return x (..., inputs) times the transposed matrix, as (..., outputs).

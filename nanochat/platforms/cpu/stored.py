@@ -10,19 +10,21 @@ from torch import Tensor, nn
 from nanochat.gpt import Head
 from nanochat.linear import Linear
 from nanochat.models.qwen.int8 import Int8
-from nanochat.platforms.cpu.kernels import BLOCK, Kernels
+from nanochat.platforms.cpu.kernels import BLOCK, PANEL, Kernels
 from nanochat.platforms.together import Product, empty_weight, joined
 
-# The most rows that our own loop multiplies with a matrix faster than oneDNN does, on one thread.
-FEW_ROWS = 32
+FEW_ROWS = 32  # the most rows that our own loop multiplies with a matrix faster than oneDNN does
 
 
 class Packed:
     """Multiplies by a bf16 matrix that is stored in oneDNN's layout.
 
-    `rows` returns rows (..., inputs) of the matrix by their numbers (...). It is None if the layout
-    is not known.
+    `rows` returns rows (..., inputs) of the matrix by their numbers (...), and `address` is that of
+    the matrix in blocks. Both are None if the layout is not known.
     """
+
+    dtype = torch.bfloat16
+    scales = None
 
     def __init__(
         self,
@@ -32,18 +34,18 @@ class Packed:
     ):
         weight = weight.detach()
         compared = set() if compared is None else compared
-        self._shape = weight.shape
+        self.shape = weight.shape
         self._kernels = kernels
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
         self._laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
-        self._place: int | None = None
+        self.address: int | None = None
         if kernels is not None:
             compare = weight.shape not in compared
-            self._place = kernels.reads(self._laid_out, weight.contiguous(), compare)
+            self.address = kernels.reads(self._laid_out, weight.contiguous(), compare)
         self.rows: Callable[[Tensor], Tensor] | None = None
-        if self._place is not None:
+        if self.address is not None:
             compared.add(weight.shape)
-            self._pairs = Kernels.pairs(self._place, weight.shape)
+            self._pairs = Kernels.pairs(self.address, weight.shape)
             self.rows = self._rows
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -51,16 +53,61 @@ class Packed:
 
         This is the `multiply` hook of a Linear; `weight` is ignored.
         """
-        outputs, inputs = self._shape
-        has_few_rows = x.numel() <= FEW_ROWS * inputs
-        if self._place is not None and has_few_rows and torch.get_num_threads() == 1:
+        outputs, inputs = self.shape
+        if self.address is not None and x.numel() <= FEW_ROWS * inputs:
             assert self._kernels is not None
-            return self._kernels.multiply(x, self._place, outputs)
+            return self._kernels.multiply_blocks(x, self.address, self.dtype, None, outputs)
         return self._multiply(x, self._laid_out, None, "none", [], "")
 
     def _rows(self, numbers: Tensor) -> Tensor:  # (...) -> (..., inputs)
         pairs = self._pairs[numbers // BLOCK, :, numbers % BLOCK]
         return pairs.contiguous().view(torch.bfloat16)
+
+
+class Packed8:
+    """Multiplies activations in bf16 by an int8 matrix that is stored in the blocks of products.h.
+
+    Integers are converted to bf16, which holds them exactly, as they are read.
+    """
+
+    dtype = torch.int8
+
+    def __init__(
+        self,
+        integers: Tensor,  # (outputs, inputs)
+        scales: Tensor,  # (outputs,) a factor for each output
+        kernels: Kernels,
+    ):
+        self.shape = integers.shape
+        self.scales = scales.float()
+        self._kernels = kernels
+        self._blocks = in_blocks(integers)
+        self.address = self._blocks.data_ptr()
+
+    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Return x (..., inputs) times the transposed matrix.
+
+        This is the `multiply` hook of a Linear; `weight` is ignored.
+        """
+        return self._kernels.multiply_blocks(
+            x, self.address, self.dtype, self.scales, self.shape[0]
+        )
+
+    def rows(self, numbers: Tensor) -> Tensor:  # (...) -> (..., inputs) bf16
+        """Return rows of the matrix by their numbers, as an embedding table does."""
+        part = numbers % BLOCK // PANEL
+        integers = self._blocks[numbers // BLOCK, :, part, :, numbers % PANEL].flatten(-2)
+        return (integers * self.scales[numbers][..., None]).bfloat16()
+
+
+def in_blocks(integers: Tensor) -> Tensor:  # (outputs, inputs) -> (blocks, inputs / 2, 4, 2, 16)
+    """Return an int8 matrix as multiply_blocks() reads it, with zeros as the last block's rest."""
+    outputs, inputs = integers.shape
+    blocks = -(-outputs // BLOCK)
+    padded = integers.new_zeros(blocks * BLOCK, inputs)
+    padded[:outputs] = integers
+    parts = padded.view(blocks, BLOCK // PANEL, PANEL, inputs // 2, 2)
+    return parts.permute(0, 3, 1, 4, 2).contiguous()
 
 
 def store(model: nn.Module, pack: Callable[[Tensor], Any], dtype: torch.dtype) -> None:

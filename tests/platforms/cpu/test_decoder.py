@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from nanochat.checkpoint_manager.families import cast_matrices
 from nanochat.context import Cached
 from nanochat.models.lora import LoraConfig, add_adapters
 from nanochat.models.qwen.int8 import hold_in_int8
+from nanochat.platforms import host
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.panels import serve_here
 from tests.support.qwens import EVERY, tiny_qwen
@@ -17,9 +19,14 @@ pytestmark = pytest.mark.skipif(not serve_here(torch.float32), reason="panels ar
 BY_PYTHON = {"qwen3.5", "qwen3.5 yarn", "qwen3-moe", "qwen3.5-moe", "llama biases", "qwen3 biases"}
 
 
-def served(family: str, bits: int = 16) -> tuple[Any, CpuOperations]:
+IN_BLOCKS = {"n_embd": 64, "n_hidden": 128, "head_dim": 32}  # products in bf16 take blocks of 64 outputs
+
+
+def served(family: str, bits: int = 16, dtype: torch.dtype = torch.float32, **sizes: Any) -> tuple[Any, CpuOperations]:
     operations = CpuOperations()
-    model = tiny_qwen(family, operations=operations)
+    model = tiny_qwen(family, dtype=dtype, operations=operations, **sizes)
+    if dtype != torch.float32:
+        cast_matrices(model, dtype)
     if bits == 8:
         hold_in_int8(model)
     operations.serve(model)
@@ -42,17 +49,30 @@ def decoded(model: Any, rows: int, steps: int = 4) -> list[torch.Tensor]:
     return [*states, cache.k[:, slots, :20], cache.v[:, slots, :20], cache.positions]
 
 
-@pytest.mark.parametrize("bits", [16, 8])
-@pytest.mark.parametrize("family", sorted(EVERY))
-def test_a_pass_in_one_call_is_the_pass_that_python_computes(family: str, bits: int) -> None:
-    model, _ = served(family, bits)
-    assert (model.decoder is None) == (family in BY_PYTHON)
+def check_one_call(model: Any) -> None:
     decoder = model.decoder
     for rows in (1, 3):
         model.decoder = decoder
         in_one_call = decoded(model, rows)
         model.decoder = None
         assert all(map(torch.equal, in_one_call, decoded(model, rows)))
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("family", sorted(EVERY))
+def test_a_pass_in_one_call_is_the_pass_that_python_computes(family: str, bits: int) -> None:
+    model, _ = served(family, bits)
+    assert (model.decoder is None) == (family in BY_PYTHON)
+    check_one_call(model)
+
+
+@pytest.mark.skipif("avx512_bf16" not in host.cpu_flags(), reason="blocks of bf16 numbers are for AVX512-BF16")
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("family", ["llama3", "smollm3", "qwen2", "qwen3"])
+def test_a_pass_in_bf16_in_one_call_is_the_pass_that_python_computes(family: str, bits: int) -> None:
+    model, _ = served(family, bits, torch.bfloat16, **IN_BLOCKS)
+    assert model.decoder is not None
+    check_one_call(model)
 
 
 def test_a_token_beyond_its_slot_is_refused_and_what_is_no_decoding_is_left_to_python() -> None:

@@ -25,7 +25,7 @@ from nanochat.platforms.cpu.kernels import PANELS, Kernels, compiler, kernels
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.panels import Panels
 from nanochat.platforms.cpu.platform import Cpu
-from nanochat.platforms.cpu.stored import Packed
+from nanochat.platforms.cpu.stored import Packed, Packed8
 from nanochat.platforms.layers import accelerate
 from nanochat.platforms.operations import Operations
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
@@ -347,7 +347,7 @@ def test_few_rows_are_multiplied_with_what_onednn_laid_out(made: Kernels, output
     weight = draw(outputs, inputs, dtype=torch.bfloat16)
     held = Packed(weight, made)
     fits = "avx512_bf16" in host.cpu_flags() and outputs % 64 == 0 and inputs % 2 == 0
-    assert (held._place is not None) == (held.rows is not None) == fits
+    assert (held.address is not None) == (held.rows is not None) == fits
     if held.rows is not None:
         numbers = torch.tensor([[0, outputs - 1], [63, 1]])
         assert torch.equal(held.rows(numbers), weight[numbers])
@@ -364,6 +364,23 @@ def test_few_rows_are_multiplied_with_what_onednn_laid_out(made: Kernels, output
         )
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif("avx512_bf16" not in host.cpu_flags(), reason="blocks of 8-bit numbers are for AVX512-BF16")
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (320, 1024), (100, 48), (17, 16)])
+def test_few_rows_in_bf16_are_multiplied_with_8_bit_blocks(made: Kernels, outputs: int, inputs: int) -> None:
+    integers = (40 * draw(outputs, inputs, dtype=torch.float32)).round().clamp(-127, 127).to(torch.int8)
+    scales = draw(outputs, dtype=torch.float32)
+    stored = Packed8(integers, scales, made)
+    exact = integers.double() * scales.double()[:, None]
+    numbers = torch.tensor([[0, outputs - 1], [3, 16]])
+    assert torch.equal(stored.rows(numbers), exact.bfloat16()[numbers])
+    alone = stored(draw(40, inputs, dtype=torch.bfloat16)[:1])[0]
+    for rows in (1, 2, 4, 7, 16, 17, 32, 40):
+        x = draw(40, inputs, dtype=torch.bfloat16)[:rows, None]
+        y = stored(x)
+        assert near(y, F.linear(x.double(), exact))
+        assert torch.equal(y[0, 0], alone), "a row depends on no other row"
 
 
 @pytest.mark.parametrize("format", PANELS)

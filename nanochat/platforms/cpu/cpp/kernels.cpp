@@ -8,14 +8,15 @@
 #include "decode.h"
 #include "operators.h"
 #include "panels.h"
-#ifdef __AVX512BF16__
-#include "products.h"
-#endif
 
 #ifdef __AVX512BF16__
-extern "C" void multiply_bf16(const bf16 *x, const bf16 *w, bf16 *y, int64_t rows, int64_t outputs, int64_t inputs) {
-    multiply(x, w, y, rows, outputs, inputs);
-}
+#define BLOCKS(W)                                                                                                      \
+    (const bf16 *x, const W *w, const float *scales, bf16 *y, int64_t threads, int64_t rows, int64_t outputs,          \
+     int64_t inputs) {                                                                                                 \
+        multiply_blocks(x, w, scales, y, threads, rows, outputs, inputs);                                              \
+    }
+extern "C" void blocks_bf16 BLOCKS(bf16)
+extern "C" void blocks_int8 BLOCKS(int8_t)
 
 extern "C" void attend_many_bf16(const bf16 *q, const bf16 *k, const bf16 *v, const int64_t *firsts, bf16 *y,
                                  int64_t threads, int64_t q_row, int64_t q_stride, int64_t k_row, int64_t k_stride,
@@ -86,8 +87,12 @@ extern "C" void panels_fp32 PANELS(float)
 extern "C" void panels_bf16 PANELS(bf16)
 extern "C" void panels_int8 PANELS(int8_t)
 
-extern "C" bool decode_fp32(const Layer *layers, const Sizes *sizes, float *x, const float *last_norm, const float *cos,
-                            const float *sin, float *cached_k, float *cached_v, const int64_t *places, float *y,
-                            int64_t threads, float epsilon, float scale) {
-    return decode(layers, *sizes, x, last_norm, cos, sin, cached_k, cached_v, places, y, threads, epsilon, scale);
-}
+#define DECODE(T)                                                                                                      \
+    (const Layer *layers, const Sizes *sizes, T *x, const float *last_norm, const T *cos, const T *sin, T *cached_k,   \
+     T *cached_v, const int64_t *places, T *y, int64_t threads, float epsilon, float scale) {                          \
+        return decode(layers, *sizes, x, last_norm, cos, sin, cached_k, cached_v, places, y, threads, epsilon, scale); \
+    }
+extern "C" bool decode_fp32 DECODE(float)
+#ifdef __AVX512BF16__
+extern "C" bool decode_bf16 DECODE(bf16)
+#endif

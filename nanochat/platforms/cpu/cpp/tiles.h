@@ -35,15 +35,18 @@ inline bool lent_tiles() {
 
 inline const bool has_tiles = lent_tiles();
 
-// Configures the thread's eight tiles for 16 rows of 64 bytes while the object lives.
+// Configures the thread's eight tiles while the object lives, with rows of 64 bytes: tiles 0 to 5, for products and left
+// factors, get `rows` rows, at most 16, and tiles 6 and 7, for right factors, get 16.
 struct Tiles {
-    Tiles() {
+    explicit Tiles(int64_t rows = 16) {
         if (!has_tiles) return;
+        const uint8_t left = uint8_t(rows);
         alignas(64) struct {
             uint8_t palette = 1, start = 0, reserved[14] = {};
             uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+            uint8_t rows[16] = {};
         } shape;
+        for (int tile = 0; tile < 8; tile++) shape.rows[tile] = tile < 6 ? left : 16;
         _tile_loadconfig(&shape);
     }
     ~Tiles() {
@@ -83,6 +86,7 @@ inline void square(const bf16 *a, int64_t a_row, const bf16 *b, float *c, int64_
 }
 #else
 struct Tiles {
+    explicit Tiles(int64_t = 16) {}
     ~Tiles() {}  // not trivial, so that compilers do not warn of unused variables
 };
 #endif
