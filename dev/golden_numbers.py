@@ -74,9 +74,11 @@ FP16 = {"NANOCHAT_DTYPE": "float16"}
 OLD_CPU = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 ONE_ROW = ("--device_batch_size=1",)
 REFERENCE = Change("fp32")
+INT8 = Change("int8", BF16, ("--matmul=int8",))
 FEW_CHANGES = (
     Change("fp32-rows", flags=("--device_batch_size=2",)),
     Change("bf16", BF16),
+    INT8,
 )
 CHANGES = (
     Change("fp32-rows", flags=ONE_ROW),
@@ -85,6 +87,7 @@ CHANGES = (
     Change("fp32-plain", flags=("--kernels=plain",)),
     Change("bf16", BF16),
     Change("bf16-rows", BF16, ONE_ROW),
+    INT8,
     Change("fp16", FP16),
 )
 
