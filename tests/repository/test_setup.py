@@ -309,13 +309,16 @@ def test_killed_while_it_deletes_a_half_made_environment(machine: Machine) -> No
     """rm takes files in any order, so it may take both marks first."""
     assert machine.run(FAKE_UV="deadly")[0] == -9
     (machine.root / ".venv" / "half-written").touch()
-    machine.stub("rm", f"""#!/bin/bash
+    machine.stub(
+        "rm",
+        f"""#!/bin/bash
 mv {machine.root}/.venv/half-written {machine.root}/half-written
 {shutil.which("rm")} "$@"
 [ -e {machine.root}/.venv ] || mkdir {machine.root}/.venv
 mv {machine.root}/half-written {machine.root}/.venv
 kill -9 $PARENT
-""")
+""",
+    )
     starter = 'export PARENT=$$; exec bash "$0"'
     command = ["bash", "-c", starter, str(machine.root / "setup_env.sh")]
     environment = {"PATH": str(machine.stubs), "HOME": str(machine.root), "CALLS": str(machine.calls),
