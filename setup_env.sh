@@ -382,19 +382,25 @@ keep_parts() { # keeps the installed parts, so that a speedrun after the tests d
     if [ -z "$NUMPY" ] && [[ $parts =~ numpy=([12]) ]]; then NUMPY=${BASH_REMATCH[1]}; fi
 }
 
+clear_environment() { # deletes .venv but for setup.busy: after a kill in the middle, the next call goes on deleting
+    if [ -L "$SETUP_VENV" ]; then rm "$SETUP_VENV"; fi # what a link names is not this script's
+    mkdir -p "$SETUP_VENV"
+    touch "$SETUP_VENV/setup.busy"
+    find "$SETUP_VENV" -mindepth 1 -maxdepth 1 ! -name setup.busy -exec rm -rf {} +
+}
+
 make_environment() { # leaves a working .venv with pip, a stamp that says "stale", and the mark setup.busy
     local stamp=$SETUP_VENV/setup.stamp
     if [ -e "$SETUP_VENV/setup.busy" ] || [ ! -e "$SETUP_VENV" ]; then
-        rm -rf "$SETUP_VENV"
+        clear_environment
     elif [ ! -e "$stamp" ]; then
         fail "$SETUP_VENV was not made by this script, so this script does not change it. Move it away (mv .venv .venv.old), then type the same command again." \
             "$SETUP_VENV 不是由本脚本创建的，所以没有改动它。请先把它移走（mv .venv .venv.old），然后再次输入同一条命令。"
     elif ! grep -qxF "root $SETUP_ROOT" "$stamp" || ! "$SETUP_VENV/bin/python" -m pip --version >/dev/null 2>&1; then
-        rm -rf "$SETUP_VENV" # the folder was moved, or its Python is gone
+        clear_environment # the folder was moved, or its Python is gone
     elif [ "$PYTHON_MAX" -gt 0 ] && ! "$SETUP_VENV/bin/python" -c "import sys; sys.exit(sys.version_info[1] > $PYTHON_MAX)"; then
-        rm -rf "$SETUP_VENV" # its Python is too new for the requested torch_npu
+        clear_environment # its Python is too new for the requested torch_npu
     fi
-    mkdir -p "$SETUP_VENV"
     touch "$SETUP_VENV/setup.busy"
     : >"$SETUP_LOG"
     if [ ! -e "$stamp" ]; then

@@ -127,17 +127,20 @@ base=$(python -m nanochat.common)
 export NANOCHAT_BASE_DIR=$base # one folder for this script and for Python, also if it was given with a ~
 
 finish() { # print the table of results and what to type next
+    local script=speedrun.sh
+    if [ "${NANOCHAT_DEVICE:-}" = npu ]; then script=speedrun_npu.sh; fi
     python -m nanochat.report show
     echo
     if [ "$preset" = smoke ]; then
         tell "Every stage works. 20 steps teach a model nothing, so its answers are nonsense; to train one that answers:" "所有阶段都能运行。20 步学不到东西，所以它的回答没有意义；要训练一个会回答的模型："
-        echo "  bash speedrun.sh"
+        if [ "$data" = tinyworld ] && [ "$script" = speedrun_npu.sh ]; then script+=" --data tinyworld"; fi
+        echo "  bash $script"
         echo
         tell "To look at the chat all the same:" "也可以先看看聊天界面："
     else
         tell "Chat with it:" "和它聊天："
     fi
-    echo "  source .venv/bin/activate"
+    echo "  $(activation)"
     tell "  python -m scripts.chat_cli        # in the terminal" "  python -m scripts.chat_cli        # 在终端里"
     tell "  python -m scripts.chat_web        # in the browser" "  python -m scripts.chat_web        # 在浏览器里"
 }

@@ -32,8 +32,8 @@ while [ $# -gt 0 ]; do
 done
 
 run_speedrun() { # REASON, 中文: run speedrun.sh on another device
-    echo "speedrun_npu: $1; running speedrun.sh instead"
-    echo "speedrun_npu：$2；改为运行 speedrun.sh"
+    if ! in_chinese; then echo "speedrun_npu: $1; running speedrun.sh instead"; fi
+    if in_chinese || no_language; then echo "speedrun_npu：$2；改为运行 speedrun.sh"; fi
     export speedrun_npu=1 # so that speedrun.sh does not come back
     exec bash speedrun.sh "${flags[@]}"
 }

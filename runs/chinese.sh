@@ -108,4 +108,4 @@ train forgetting scripts.base_loss --source sft --model_tag "$sft_tag" --data "$
 if [ "$preset" = full ]; then train sft_eval scripts.chat_eval -i sft --model_tag "$sft_tag" --once; fi
 python -m nanochat.report generate
 python -m nanochat.report show
-tell "Chat with it:  source .venv/bin/activate && python -m scripts.chat_web" "和它聊天：  source .venv/bin/activate && python -m scripts.chat_web"
+tell "Chat with it:  $(activation) && python -m scripts.chat_web" "和它聊天：  $(activation) && python -m scripts.chat_web"

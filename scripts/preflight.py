@@ -217,7 +217,7 @@ def check(cfg: Config, compute: Compute) -> None:
     log_time(cfg, model, compute)
     if problems:
         missing = [name for name, place in places.items() if not place]
-        raise UserError(advice(problems, missing), exit_code=2)
+        raise UserError(advice(cfg, problems, missing), exit_code=2)
 
 
 def check_data(cfg: Config, places: Mapping[str, str]) -> list[str]:
@@ -244,7 +244,13 @@ def check_disk(needed: float) -> list[str]:
     log(tr("disk    up to {needed} in {folder}, which has {free} free", **values))
     if needed <= free:
         return []
-    return [tr("{folder} has {free} free, and the run writes up to {needed}", **values)]
+    return [
+        tr(
+            "{folder} has {free} free, and the run writes up to {needed}. Free some space, or set "
+            "NANOCHAT_BASE_DIR to a folder on another disk",
+            **values,
+        )
+    ]
 
 
 def check_memory(cfg: Config, parameters: int, compute: Compute) -> list[str]:
@@ -256,9 +262,19 @@ def check_memory(cfg: Config, parameters: int, compute: Compute) -> list[str]:
         "parameters": parameters,
         "memory": progress.memory(memory),
     }
-    log(tr("memory  at least {least} to train {parameters:,} parameters, of {memory}", **values))
     if compute.platform.has_own_memory:
+        log(
+            tr(
+                "memory  at least {least} to train {parameters:,} parameters, of {memory} on each "
+                "device",
+                **values,
+            )
+        )
         memory *= cfg.devices
+    else:
+        log(
+            tr("memory  at least {least} to train {parameters:,} parameters, of {memory}", **values)
+        )
     if state <= memory:
         return []
     return [
@@ -284,7 +300,7 @@ def log_time(cfg: Config, model: Model, compute: Compute) -> None:
     )
 
 
-def advice(problems: Sequence[str], missing: Sequence[str]) -> str:
+def advice(cfg: Config, problems: Sequence[str], missing: Sequence[str]) -> str:
     """Return a message that names everything that is missing and the commands that help."""
     lines = [tr("this run would stop later, because of:")]
     lines += [f"  - {problem}" for problem in problems]
@@ -292,12 +308,13 @@ def advice(problems: Sequence[str], missing: Sequence[str]) -> str:
     if repositories:
         command = carry_in(repositories)
         lines.append(tr("{how}. docs/offline.md has every command.", how=command))
-    lines.append(
-        tr(
-            "`bash speedrun.sh --data tinyworld` needs no data from outside, and little disk and "
-            "memory."
+    if cfg.data != "tinyworld":
+        lines.append(
+            tr(
+                "`bash speedrun.sh --data tinyworld` needs no data from outside, and little disk "
+                "and memory."
+            )
         )
-    )
     return "\n".join(lines)
 
 

@@ -377,8 +377,9 @@ def _check(
     if row.rule == "honoured" and table is _RECORD:
         raise ValueError(
             tr(
-                'the key "{key}" ({text}) is not read in this layout, beside the other keys '
-                "of the record; remove it, or remove the others",
+                'the key "{key}" ({text}) is not read in this layout: other keys of the record '
+                'hold the conversation already, such as "output" or "messages". Keep one of the '
+                "two",
                 key=key,
                 text=row.text(),
             )

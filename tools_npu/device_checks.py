@@ -245,9 +245,9 @@ def open_card(out: Output) -> int:
     }
     status = PASS if chip else WARN
     remedy = "npu-smi info" if chip else UNKNOWN
-    gib = f"{memory / 2**30:.0f} GiB, {free / 2**30:.0f} free"
-    english = f"{name} (SoC {soc}, {chip_name}), {gib}"
-    chinese = english
+    card = f"{name} (SoC {soc}, {chip_name}), {memory / 2**30:.0f} GiB"
+    english = f"{card}, {free / 2**30:.0f} free"
+    chinese = f"{card}，空闲 {free / 2**30:.0f} GiB"
     if total != 4950:
         status = FAIL
         remedy = "npu-smi info"

@@ -41,6 +41,8 @@ def generate(key: str = "") -> Path:
     folder = report_dir()
     sections = current_sections()
     costs = read_stages()
+    if not costs.keys() & sections.keys():  # they are of an earlier run than the newest sections
+        costs = {}
     if not sections:
         raise UserError(
             tr(

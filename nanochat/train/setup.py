@@ -6,6 +6,7 @@ from typing import cast
 
 import torch.nn as nn
 
+from nanochat.checkpoint_manager.resume import Start
 from nanochat.common import log, tr
 from nanochat.device import Compute
 from nanochat.gpt import GPT
@@ -17,6 +18,12 @@ from nanochat.runtime import parallel
 from nanochat.train import sizes
 from nanochat.train.fit.disk import saved_bytes
 from nanochat.train.flags import RunFlags
+
+
+def check_room(model: Model, rates: Rates | OneRate, folder: Path, resume: Start) -> None:
+    """Raise UserError if the disk cannot hold two checkpoints, before hours are spent on data."""
+    trained = sum(parameter.numel() for _, parameter in parallel.trained(cast(nn.Module, model)))
+    sizes.check_disk(folder, trained, saved_bytes(model, rates), 1, resume)
 
 
 def set_up(

@@ -291,6 +291,17 @@ def test_fine_tuning_without_speedrun_has_figures_and_its_time(
     assert "7 min" in out and "0.0 s" not in out and "1.2500" in out
 
 
+def test_fine_tuning_after_a_speedrun_has_not_the_costs_of_the_speedrun(
+    base_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(base_folder)  # its stages cost 7.5 minutes
+    write_section("tune_train", {"tag": "mine", "minutes": 90.0, "settings": {}, "loss": []})
+    assert generated()[0]["stages"] == {}
+    report.show()
+    out = capsys.readouterr().out
+    assert "1 h 30 min" in out and "7 min 30 s" not in out
+
+
 @pytest.mark.slow
 def test_the_command_line(base_folder: Path) -> None:
     a_run(base_folder)

@@ -305,6 +305,43 @@ def test_killed_in_the_middle_and_typed_again(machine: Machine) -> None:
     assert machine.run() == (0, "", "")
 
 
+def test_killed_while_it_deletes_a_half_made_environment(machine: Machine) -> None:
+    """rm takes files in any order, so it may take both marks first."""
+    assert machine.run(FAKE_UV="deadly")[0] == -9
+    (machine.root / ".venv" / "half-written").touch()
+    machine.stub(
+        "rm",
+        f"""#!/bin/bash
+mv {machine.root}/.venv/half-written {machine.root}/half-written
+{shutil.which("rm")} "$@"
+[ -e {machine.root}/.venv ] || mkdir {machine.root}/.venv
+mv {machine.root}/half-written {machine.root}/.venv
+kill -9 $PARENT
+""",
+    )
+    starter = 'export PARENT=$$; exec bash "$0"'
+    command = ["bash", "-c", starter, str(machine.root / "setup_env.sh")]
+    environment = {"PATH": str(machine.stubs), "HOME": str(machine.root), "CALLS": str(machine.calls),
+                   "STUBS": str(machine.stubs)}  # fmt: skip
+    assert subprocess.run(command, env=environment, capture_output=True).returncode == -9
+    assert (machine.root / ".venv" / "half-written").exists()
+    (machine.stubs / "rm").unlink()
+    (machine.stubs / "rm").symlink_to(shutil.which("rm") or "")
+    code, _, err = machine.run()
+    assert code == 0 and not (machine.root / ".venv" / "half-written").exists(), err
+
+
+def test_an_environment_behind_a_link_is_left_alone(machine: Machine) -> None:
+    machine.run()
+    elsewhere = machine.root.parent / "elsewhere"
+    (machine.root / ".venv").rename(elsewhere)
+    (machine.root / ".venv").symlink_to(elsewhere)
+    before = sorted(path.name for path in elsewhere.iterdir())
+    (elsewhere / "setup.stamp").write_text("root /another/clone\n")
+    assert machine.run()[0] == 0
+    assert sorted(path.name for path in elsewhere.iterdir()) == before and not (machine.root / ".venv").is_symlink()
+
+
 def test_two_at_once_install_once(machine: Machine) -> None:
     processes = [machine.start(FAKE_UV="slow") for _ in range(3)]
     output = [process.communicate(timeout=60) for process in processes]

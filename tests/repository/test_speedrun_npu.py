@@ -217,6 +217,9 @@ def test_without_an_npu_it_says_so_and_runs_speedrun(clone: Clone) -> None:
     code, out = clone.run("--preset", "smoke", FAKE_CARDS="1")
     assert code == 0, out
     assert "running speedrun.sh instead" in out and "没有找到昇腾 NPU" in out and "corpus tinyworld, on cpu" in out
+    for language, chinese in (("zh", True), ("en", False)):
+        out = clone.run("--preset", "smoke", FAKE_CARDS="1", NANOCHAT_LANG=language)[1]
+        assert ("没有找到昇腾 NPU" in out, "running speedrun.sh instead" in out) == (chinese, not chinese)
     make_host(clone.host, cards=0)  # CANN, but no card
     code, out = clone.run("--preset", "smoke", FAKE_CARDS="1")
     assert code == 0 and "running speedrun.sh instead" in out
@@ -262,6 +265,16 @@ def test_a_finished_run_says_so(clone: Clone) -> None:
     make_host(clone.host)
     code, out = clone.run(FAKE_FINISHED="0")
     assert (code, "Everything is done already" in out) == (0, True)
+
+
+def test_the_next_commands_on_an_ascend_host_are_those_for_npus(clone: Clone) -> None:
+    """A new terminal there lacks CANN's variables, which .venv/bin/activate does not set."""
+    make_host(clone.host)
+    _, out = clone.run("--preset", "smoke", "--data", "tinyworld", FAKE_FINISHED="0")
+    assert "\n  bash speedrun_npu.sh --data tinyworld\n" in out and "\n  source setup_ascend.sh\n" in out
+    assert "activate" not in out
+    _, out = clone.run("--preset", "smoke", FAKE_FINISHED="0", NANOCHAT_DEVICE="cpu")
+    assert "\n  bash speedrun.sh\n" in out and "\n  source .venv/bin/activate\n" in out
 
 
 def test_the_last_line_of_a_failed_stage_is_its_reason(clone: Clone) -> None:

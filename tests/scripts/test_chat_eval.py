@@ -205,6 +205,9 @@ def test_replies_that_were_cut_off_are_counted_and_warned_of(base_folder, capsys
     score = chat_eval.chat_eval(Config(task_name="calculator", max_new_tokens=3, max_problems=2), on_cpu())
     assert "2 replies cut off" in str(score["calculator"])
     assert "2 of 2 replies were cut off at --max_new_tokens=3" in capsys.readouterr().err
+    chat_eval.chat_eval(Config(task_name="calculator|mental", max_new_tokens=3, max_problems=2), on_cpu())
+    said = capsys.readouterr()
+    assert said.out.count("2 replies cut off") == 2 and said.err.count("were cut off at") == 1
 
 
 def test_once_asks_again_what_an_earlier_version_has_graded(base_folder, monkeypatch):

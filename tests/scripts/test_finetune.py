@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -389,6 +390,16 @@ def test_a_forecast_tells_memory_disk_and_time_and_trains_nothing(models: Path, 
     (step,) = checkpoint_dir("tune", "made").glob("step_*")
     tensors = sum(path.stat().st_size for path in step.rglob("*.safetensors")) / 1000
     assert 0.8 * tensors < checkpoint < 1.3 * tensors
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_model_writes_own_words(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = SimpleNamespace(total=1e12, used=1e12, free=1.0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(replay, "with_own_words", lambda *_: pytest.fail("own words were written"))
+    with pytest.raises(UserError, match="Free some space, or set NANOCHAT_BASE_DIR"):
+        finetune.train(config(models, replay_every=2), on_cpu())
 
 
 def test_a_forecast_counts_the_steps_that_the_run_takes(models: Path, capsys: Any) -> None:

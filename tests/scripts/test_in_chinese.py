@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,13 @@ def test_a_fine_tuning_a_chat_and_three_faults_are_in_chinese(folder: Path) -> N
         ]
     lines = [line for text in texts for line in english_lines(text)]
     assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("language", ["zh", "en"])
+def test_a_python_without_torch_is_told_which_one_to_use(language: str) -> None:
+    """The Python of the system, in a terminal where nobody has sourced setup_ascend.sh."""
+    command = [sys.executable, "-S", "-m", "scripts.finetune", "--model=model"]  # -S: without site-packages
+    environment = {"PATH": os.environ["PATH"], "NANOCHAT_LANG": language}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == "" and "source setup_ascend.sh" in done.stderr
+    assert done.stderr.startswith("错误：" if language == "zh" else "error: ") and len(done.stderr.splitlines()) == 1

@@ -147,6 +147,28 @@ def test_what_was_carried_in_is_enough(
     assert "openai/gsm8k: here, in NANOCHAT_TASK_DIR" in said and "FineWeb-Edu," not in said
 
 
+def test_a_small_disk_is_told_what_helps_and_no_corpus_that_the_run_has_already(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1e12, 0, 1e6))
+    with pytest.raises(UserError) as refused:
+        preflight.check(Config(**SMALL), on_cpu())
+    said = str(refused.value)
+    assert "Free some space, or set NANOCHAT_BASE_DIR to a folder on another disk" in said
+    assert "--data tinyworld" not in said
+
+
+def test_the_memory_of_a_card_is_told_as_such(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    preflight.check(Config(**SMALL), on_cpu())
+    assert "\n内存    训练" in capsys.readouterr().out
+    monkeypatch.setattr(Cpu, "has_own_memory", True)
+    preflight.check(Config(**SMALL), on_cpu())
+    assert "\n显存    训练" in capsys.readouterr().out
+
+
 def test_a_model_beyond_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanochat.device.memory_total", lambda compute: 1e6)
     with pytest.raises(UserError, match="more memory than there is: take a smaller --depth"):

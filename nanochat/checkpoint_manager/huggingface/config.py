@@ -134,7 +134,8 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
             raise UserError(
                 tr(
                     "a context of {sequence_len:,} tokens was asked for, and the model in "
-                    "{folder} was made for at most {longest:,}. Ask for less",
+                    "{folder} was made for at most {longest:,}. Ask for less, with --max_length "
+                    "where it is trained and --context where it answers",
                     sequence_len=sequence_len,
                     folder=folder,
                     longest=longest,
