@@ -42,8 +42,9 @@ from nanochat.generate.reply import (
     answer_marks,
     broken_model,
 )
+from nanochat.generate.request import Request
 from nanochat.generate.sampling import Sampling, check_request, sample_settings
-from nanochat.generate.slots import CHUNK, Request, Slots
+from nanochat.generate.slots import CHUNK, Slots
 from nanochat.model import Model
 from nanochat.platforms.base import Platform
 from nanochat.tokenizer import Tokenizer

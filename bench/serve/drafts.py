@@ -24,8 +24,8 @@ from nanochat import device
 from nanochat.common import log, run
 from nanochat.engine import Engine
 from nanochat.generate.drafts import Drafts
+from nanochat.generate.request import Request
 from nanochat.generate.sampling import Sampling
-from nanochat.generate.slots import Request
 from nanochat.serve.chosen import ModelFlags, choose
 
 PROMPT = 100  # tokens

@@ -1,6 +1,7 @@
 """The parts of the engine, listed in the order in which to read them alongside engine.py.
 
-slots.py     a request, its slot in the cache, and the cached tokens that it can reuse
+request.py   a request, and how much of its prompt and reply the cache holds
+slots.py     the slot of a request in the cache, and the cached tokens that it can reuse
 passes.py    runs new tokens through the model, and computes the scores of prompts;
              graphs.py replays decoding passes
 sampling.py  the settings of a request
