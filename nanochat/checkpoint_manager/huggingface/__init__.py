@@ -4,6 +4,7 @@ Read the modules in this order:
   config     config.json: the architecture of a model, and its shape
   weights    safetensors files, read one parameter at a time
   tokenizer  tokenizer.json, with the interface of our own tokenizer
+  segments   the special tokens and the texts of a rendered conversation
   template   chat templates, rendered in a child process (template_child)
   adapter    adapter_config.json and adapter_model.safetensors
   base       a published model that is to be fine-tuned

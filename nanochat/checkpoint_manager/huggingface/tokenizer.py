@@ -6,7 +6,7 @@ The tokenizer is read from tokenizer.json. The chat template turns conversations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +23,7 @@ from nanochat.checkpoint_manager.huggingface.generation import (
     sampling_defaults,
 )
 from nanochat.checkpoint_manager.huggingface.quantised import drop_setting
-from nanochat.checkpoint_manager.huggingface.spm import Segment
+from nanochat.checkpoint_manager.huggingface.segments import BEGIN, END, Segment, SpecialTokens
 from nanochat.checkpoint_manager.huggingface.template import (
     ChatTemplate,
     Messages,
@@ -51,11 +51,6 @@ ROWLESS = (
     "user_end",
     "assistant_start",
 )
-# Private-use characters that mark parts of a rendered text. If a user spells out a special token,
-# the rendered text has the token's index in _replaced between OPEN and CLOSE in its place. The
-# assistant's words are between BEGIN and END. If a text contains these characters itself, they are
-# replaced in the same way.
-OPEN, CLOSE, BEGIN, END = "\ue000", "\ue001", "\ue002", "\ue003"
 
 
 def _message(role: str, text: str) -> dict[str, str]:
@@ -70,7 +65,8 @@ class FolderTokenizer:
     vocabulary. `bos` is the token that begins a text: the publisher's own or, for lack of one, the
     token that ends a document or a reply. `adds_bos` says whether the publisher's tokenizer puts
     `bos` before plain texts. `stops` are the tokens that end a reply. `strips_space` says whether a
-    text is decoded without the space in front of its first word.
+    text is decoded without the space in front of its first word. `specials` are the special tokens,
+    as a dict from spelling to ID.
     """
 
     marks_begin = False  # a conversation begins with its template's first token
@@ -113,14 +109,13 @@ class FolderTokenizer:
         self._tokenizer = vocabulary.tokenizer
         self._pieces = vocabulary.sentence_pieces
         self._added = vocabulary.added
-        self._specials = vocabulary.specials
-        longest_first = sorted(self._specials, key=len, reverse=True)
-        self._split = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.specials = vocabulary.specials
+        self._special_tokens = SpecialTokens(vocabulary.specials)
         self._last = vocabulary.last
         self.stops = self._read_stops()
         bos_candidates = (
             self.named("bos_token"),
-            self._specials.get("<|endoftext|>"),
+            self.specials.get("<|endoftext|>"),
             min(self.stops),
         )
         self.bos = next(token for token in bos_candidates if token is not None)
@@ -167,7 +162,7 @@ class FolderTokenizer:
         """
         # Tokens beyond the embedding are left out, because the model cannot choose them.
         stops = set(listed_ends(self.folder)).intersection(range(self.vocab_size))
-        ends_of_turn = [self._specials.get(spelling) for spelling in ENDS_OF_TURN]
+        ends_of_turn = [self.specials.get(spelling) for spelling in ENDS_OF_TURN]
         named = (self.named("eos_token"), *ends_of_turn)
         stops.update(token for token in named if token is not None)
         if not stops:
@@ -296,11 +291,6 @@ class FolderTokenizer:
 
     # --- text ------------------------------------------------------------------------------------
 
-    @property
-    def specials(self) -> dict[str, int]:
-        """The special tokens, as a dict from spelling to ID."""
-        return self._specials
-
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text.
 
@@ -327,7 +317,7 @@ class FolderTokenizer:
         """The white space that the template writes before a reply, and whether it follows a mark."""
         question, answer = _message("user", "Q"), _message("assistant", "an_answer")
         prompt = self._text([question], reply=True)
-        after_mark = any(prompt.endswith(text) for text in self._specials)
+        after_mark = any(prompt.endswith(text) for text in self.specials)
         following = self._text([question, answer], reply=False).removeprefix(prompt)
         space = following.partition("an_answer")[0]
         return "" if space.strip() else space, after_mark
@@ -411,8 +401,8 @@ class FolderTokenizer:
         roles["assistant_end"] = self._end_of_turn()
         for role in (*ROWLESS, "assistant_end"):
             spelling = f"<|{role}|>"
-            if spelling in self._specials:
-                roles[role] = self._specials[spelling]
+            if spelling in self.specials:
+                roles[role] = self.specials[spelling]
         return roles
 
     def _end_of_turn(self) -> int:
@@ -423,7 +413,7 @@ class FolderTokenizer:
         """
         template = self.template_source
         for spelling in ENDS_OF_TURN:
-            end = self._specials.get(spelling)
+            end = self.specials.get(spelling)
             if end is not None and (template is None or spelling in template):
                 return end
         eos = self.named("eos_token")
@@ -456,49 +446,6 @@ class FolderTokenizer:
             return True
         return False
 
-    @cached_property
-    def _replaced(self) -> list[str]:
-        """The texts that _safe() replaces with their index in this list."""
-        return [*self._specials, OPEN, CLOSE, BEGIN, END]
-
-    @cached_property
-    def _replaced_pattern(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, sorted(self._replaced, key=len, reverse=True))))
-
-    def _safe(self, text: str) -> str:
-        """Return `text` with an index between OPEN and CLOSE in place of each text in _replaced."""
-
-        def number(match: re.Match[str]) -> str:
-            return f"{OPEN}{self._replaced.index(match[0])}{CLOSE}"
-
-        return self._replaced_pattern.sub(number, text)
-
-    def _original(self, text: str) -> str:
-        """Return the text from which _safe() made `text`."""
-
-        def spelling(match: re.Match[str]) -> str:
-            return self._replaced[int(match[1])]
-
-        return re.sub(f"{OPEN}(\\d+){CLOSE}", spelling, text)
-
-    def _segments(self, text: str, trained: bool = False) -> Iterator[Segment]:
-        """Yield the segments of a rendered text: special tokens, and the texts between them.
-
-        Segments between BEGIN and END are trained, as is a special token after END; if `trained`,
-        all segments are.
-        """
-        after_words = False  # the words have ended, and the mark that ends the turn may follow
-        for piece in re.split(f"({self._split.pattern}|{BEGIN}|{END})", text):
-            if piece in (BEGIN, END):
-                trained = piece == BEGIN
-                after_words = piece == END
-            elif piece in self._specials:
-                yield Segment(piece, self._specials[piece], trained or after_words)
-                after_words = False
-            elif piece:
-                yield Segment(self._original(piece), None, trained)
-                after_words = False
-
     def _tokens(self, segments: Iterable[Segment]) -> Rendered:
         """Return the tokens of the segments of a conversation, and the mask of the trained ones."""
         if self._pieces is not None:
@@ -530,7 +477,7 @@ class FolderTokenizer:
         messages = []
         has_trained_turn = False
         for number, message in enumerate(conversation.messages):
-            text = self._safe(message.text)
+            text = self._special_tokens.safe(message.text)
             is_reply = message.role == "assistant"
             if is_reply and message.trained and number >= conversation.prompt_turns:
                 text = answers.with_ends(text, BEGIN, END)
@@ -539,7 +486,7 @@ class FolderTokenizer:
         text = self._after_space.sub(f"\\1{END}", self._text(messages, reply=False))
         for own in self._own_beginnings:
             text = text.replace(f"{own}{BEGIN}", f"{BEGIN}{own}")
-        rendered = self._tokens(self._segments(text))
+        rendered = self._tokens(self._special_tokens.segments(text))
         if has_trained_turn and not any(rendered.mask):
             raise answers.silent_template(self.folder)
         return rendered
@@ -556,7 +503,7 @@ class FolderTokenizer:
     @cached_property
     def _ends(self) -> list[str]:
         """The spellings of the special tokens that end a reply."""
-        return [text for text, token in self._specials.items() if token in self.stops]
+        return [text for text, token in self.specials.items() if token in self.stops]
 
     @cached_property
     def _own_space(self) -> str:
@@ -593,12 +540,12 @@ class FolderTokenizer:
     def _render_with_calls(self, conversation: Conversation) -> Rendered:
         """Return what render() does, for a conversation with calls, reasoning or options."""
         self._check_template(conversation)
-        options = answers.safe_options(conversation.options, self._safe)
+        options = answers.safe_options(conversation.options, self._special_tokens.safe)
         marked = []
         for number, turn in enumerate(conversation.messages):
             is_trained = turn.role == "assistant" and turn.trained
             index = number if is_trained and number >= conversation.prompt_turns else None
-            marked.append(answers.template_message(turn, self._safe, index))
+            marked.append(answers.template_message(turn, self._special_tokens.safe, index))
         plain = json.loads(answers.without_marks(json.dumps(marked, ensure_ascii=False)))
         text = self._text(plain, reply=False, **options)
         marked_text = self._text(marked, reply=False, **options)
@@ -623,8 +570,8 @@ class FolderTokenizer:
         segments: list[Segment] = []
         position = 0
         for span in [*spans, answers.Span(len(text), len(text))]:
-            segments += self._segments(text[position : span.start])
-            segments += self._segments(text[span.start : span.end], trained=True)
+            segments += self._special_tokens.segments(text[position : span.start])
+            segments += self._special_tokens.segments(text[span.start : span.end], trained=True)
             position = span.end
         return self._tokens(segments)
 
@@ -687,6 +634,8 @@ class FolderTokenizer:
         turns: Sequence[Message],
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
-        messages = [answers.template_message(turn, self._safe) for turn in turns]
-        variables = answers.safe_options(options, self._safe)
-        return self._tokens(self._segments(self._text(messages, reply=True, **variables))).ids
+        messages = [answers.template_message(turn, self._special_tokens.safe) for turn in turns]
+        variables = answers.safe_options(options, self._special_tokens.safe)
+        return self._tokens(
+            self._special_tokens.segments(self._text(messages, reply=True, **variables))
+        ).ids
