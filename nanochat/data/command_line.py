@@ -163,22 +163,26 @@ def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
     while words:
         word = words.pop(0)
         name, equals, value = word.partition("=")
-        field = ""
-        if name.startswith("--"):
-            field = name.removeprefix("--").replace("-", "_")
+        field = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
         negated = field not in switches
         if negated:
             field = field.removeprefix("no_")
-        if field not in switches or (negated and equals):
+        kind = switches.get(field)
+        if kind is None or (negated and equals):
             plain.append(word)
             continue
-        if switches[field] == "open" and not negated:
-            if not equals and words and not words[0].startswith("-"):
+        if words and not negated and not equals:
+            may_be_value = kind == "open" and not words[0].startswith("-")
+            if may_be_value or words[0].lower() in _WORDS:
                 value = words.pop(0)
-            if value and value.lower() not in _WORDS:  # tyro knows the values
-                plain.append(f"{name}={value}")
-                continue
-        if equals and value.lower() not in _WORDS:
+        if value.lower() in _WORDS:
+            switched_on = _WORDS[value.lower()]
+        elif not value and not equals:
+            switched_on = not negated
+        elif value and kind == "open":  # tyro knows the values
+            plain.append(f"{name}={value}")
+            continue
+        else:
             raise UserError(
                 tr(
                     "{name} takes True, False, 1 or 0, got {value!r}; write {name} or {name}=False",
@@ -187,12 +191,8 @@ def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
                 ),
                 2,
             )
-        value_follows = bool(words) and not value and words[0].lower() in _WORDS
-        if not negated and not equals and value_follows:
-            value = words.pop(0)
-        switched_on = _WORDS[value.lower()] if value else not negated
         flag = field.replace("_", "-")
-        if switches[field] != "flag":
+        if kind != "flag":
             plain += [f"--{flag}", str(switched_on)]
         else:
             plain.append(f"--{flag}" if switched_on else f"--no-{flag}")
