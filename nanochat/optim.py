@@ -176,8 +176,6 @@ class Muon(UntracedOptimizer):
         self,
         named_matrices: Iterable[tuple[str, Tensor]],
         lr: float = 0.02,
-        momentum: float = 0.95,
-        beta2: float = 0.9,
         weight_decay: float = 0.0,
         dtype: torch.dtype = torch.float32,
         arithmetic: MuonArithmetic | None = None,
@@ -191,7 +189,7 @@ class Muon(UntracedOptimizer):
         self.arithmetic = arithmetic or MuonArithmetic()
         super().__init__(
             [matrix for _, matrix in named],
-            {"lr": lr, "momentum": momentum, "beta2": beta2, "weight_decay": weight_decay},
+            {"lr": lr, "momentum": 0.95, "beta2": 0.9, "weight_decay": weight_decay},
         )
         # fp16 has too few exponent bits for powers of the Gram matrices
         self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
