@@ -1,6 +1,7 @@
 """Gives the tokenizer of a published model the interface of our own tokenizer.
 
-The tokenizer is read from tokenizer.json. The chat template turns conversations into text.
+The tokenizer is read from tokenizer.json. The chat template turns conversations into text; see
+chat_format.py.
 """
 
 import json
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.checkpoint_manager.huggingface import answers
+from nanochat.checkpoint_manager.huggingface.chat_format import QUESTION, ChatFormat, plain_message
 from nanochat.checkpoint_manager.huggingface.folders import COMPANIONS, read_object, refuse_pointer
 from nanochat.checkpoint_manager.huggingface.generation import (
     add_end,
@@ -24,12 +26,6 @@ from nanochat.checkpoint_manager.huggingface.generation import (
 )
 from nanochat.checkpoint_manager.huggingface.quantised import drop_setting
 from nanochat.checkpoint_manager.huggingface.segments import BEGIN, END, Segment, SpecialTokens
-from nanochat.checkpoint_manager.huggingface.template import (
-    ChatTemplate,
-    Messages,
-    chatml,
-    read_source,
-)
 from nanochat.checkpoint_manager.huggingface.vocabulary import read_vocabulary
 from nanochat.common import UserError, fsync_path, sha256_of, tr
 from nanochat.data.bpe import letters_for_bytes
@@ -51,11 +47,6 @@ ROWLESS = (
     "user_end",
     "assistant_start",
 )
-
-
-def _message(role: str, text: str) -> dict[str, str]:
-    """Return a message in the form that chat templates expect."""
-    return {"role": role, "content": text}
 
 
 class FolderTokenizer:
@@ -103,8 +94,9 @@ class FolderTokenizer:
         self.vocab_size = vocab_size
         self.hash = sha256_of(path)
         self._names = self._read_names()
+        self.chat_format = ChatFormat(folder, self._names)
         ends = [self._names.get(name, "") for name in ("bos_token", "eos_token")]
-        chats = " ".join([self.template_source or "", *ends])
+        chats = " ".join([self.chat_format.source or "", *ends])
         vocabulary = read_vocabulary(path, vocab_size, chats)
         self._tokenizer = vocabulary.tokenizer
         self._pieces = vocabulary.sentence_pieces
@@ -183,111 +175,43 @@ class FolderTokenizer:
         """
         return sampling_defaults(self.folder)
 
-    @property
-    def template_source(self) -> str | None:
-        """The Jinja source of the model's chat template, or None if there is none.
-
-        Raises UserError if the template cannot be read.
-        """
-        return read_source(self.folder)
-
     @cached_property
     def chat_hash(self) -> str:
         """A hash of what makes tokens of a conversation: vocabulary, template, names and ends."""
-        facts = (self.hash, self.template_source, sorted(self._names.items()), sorted(self.stops))
+        facts = (
+            self.hash,
+            self.chat_format.source,
+            sorted(self._names.items()),
+            sorted(self.stops),
+        )
         return sha256(repr(facts).encode()).hexdigest()
 
-    @cached_property
-    def template(self) -> ChatTemplate | None:
-        """The model's chat template; None: there is none, and ChatML is used."""
-        source = self.template_source
-        return None if source is None else ChatTemplate(source, self._names, str(self.folder))
+    # --- what the chat template can write; see ChatFormat ----------------------------------------
 
-    @cached_property
+    @property
     def takes_system(self) -> bool:
-        """Whether the chat template writes a system message as such, in prompts and in whole chats.
+        """Whether conversations may begin with a system message."""
+        return self.chat_format.takes_system
 
-        False if the template fails on it, drops it, or puts its text into the user's turn, before
-        the user's own text and a blank line. Mistral's templates do so in the last message only.
-        """
-        rest = (_message("user", "Q"), _message("assistant", "A"))
-        for turns, reply in ((rest[:1], True), (rest, False)):
-            text = self._tried([_message("system", "a_rule"), *turns], reply)
-            merged = self._tried([_message("user", "a_rule\n\nQ"), *turns[1:]], reply)
-            if "a_rule" not in text or text == merged:
-                return False
-        return True
-
-    @cached_property
+    @property
     def takes_tools(self) -> bool:
-        """Whether the chat template tells the model which functions it may call."""
-        question = [_message("user", "Q")]
-        return "a_tool" in self._tried(question, reply=True, tools=[answers.PROBE_TOOL])
+        """Whether a prompt may name the functions that the model may call."""
+        return self.chat_format.takes_tools
 
-    @cached_property
-    def takes_calls(self) -> bool:
-        """Whether the chat template writes calls of functions and their results."""
-        return "a_tool" in self._written_call and "a_result" in self._written_call
-
-    @cached_property
-    def _takes_results(self) -> bool:
-        """Whether the chat template writes results, be it only of calls that are given as text.
-
-        SmolLM3's template has such a form. A template that writes any name of a role has none.
-        """
-        if self.takes_calls:
-            return True
-        chat = [_message("user", "Q"), _message("assistant", "A"), answers.PROBE_CHAT[-1]]
-        names_role = re.search("[\"']tool[\"']", self.template_source or "")
-        return names_role is not None and "a_result" in self._tried(chat, reply=True)
-
-    @cached_property
+    @property
     def call_format(self) -> str | None:
-        """The form in which the chat template writes calls, if the server reads that form."""
-        if not self.takes_tools or not self.takes_calls:
-            return None
-        return answers.call_format(self._written_call)
+        """The form of the model's calls of functions, or None if the server does not read it."""
+        return self.chat_format.call_format
 
-    @cached_property
+    @property
     def thought_marks(self) -> tuple[str, str] | None:
-        """The marks around the thoughts of the model, or None if its template knows none."""
-        source = self.template_source or ""
-        return next((marks for marks in answers.THOUGHT_MARKS if marks[1] in source), None)
+        """The marks around the model's thoughts, or None if it has none."""
+        return self.chat_format.thought_marks
 
-    @cached_property
+    @property
     def thinks_by_default(self) -> bool | None:
-        """Whether the model thinks if a request leaves out the template's `enable_thinking`.
-
-        None if the template writes the same prompt with true and with false, or fails: then there
-        is no switch.
-        """
-        if "enable_thinking" not in (self.template_source or ""):
-            return None
-        question = [_message("user", "Q")]
-        try:
-            without = self._text(question, reply=True, enable_thinking=False)
-            if self._text(question, reply=True, enable_thinking=True) == without:
-                return None
-            return self._text(question, reply=True) != without
-        except UserError:
-            return None
-
-    @cached_property
-    def _written_call(self) -> str:
-        """What the chat template writes for a call and its result; empty if it refuses them."""
-        return self._tried(answers.PROBE_CHAT, reply=True)
-
-    @cached_property
-    def takes_reasoning(self) -> bool:
-        """Whether the chat template writes the reasoning of the last reply."""
-        reply = {**_message("assistant", "A"), **dict.fromkeys(answers.REASONING, "a_reason")}
-        return "a_reason" in self._tried([_message("user", "Q"), reply], reply=False)
-
-    @cached_property
-    def _opening(self) -> str:
-        """What the chat template writes before a reply, such as <|im_start|>assistant."""
-        question = [_message("user", "Q")]
-        return self._text(question, reply=True).removeprefix(self._text(question, reply=False))
+        """Whether the model thinks unless it is told not to, or None if there is no switch."""
+        return self.chat_format.thinks_by_default
 
     # --- text ------------------------------------------------------------------------------------
 
@@ -315,10 +239,11 @@ class FolderTokenizer:
     @cached_property
     def _before_reply(self) -> tuple[str, bool]:
         """The white space that the template writes before a reply, and whether it follows a mark."""
-        question, answer = _message("user", "Q"), _message("assistant", "an_answer")
-        prompt = self._text([question], reply=True)
+        prompt = self.chat_format.text([QUESTION], reply=True)
         after_mark = any(prompt.endswith(text) for text in self.specials)
-        following = self._text([question, answer], reply=False).removeprefix(prompt)
+        following = self.chat_format.text(
+            [QUESTION, plain_message("assistant", "an_answer")], reply=False
+        ).removeprefix(prompt)
         space = following.partition("an_answer")[0]
         return "" if space.strip() else space, after_mark
 
@@ -411,7 +336,7 @@ class FolderTokenizer:
         It is the first of ENDS_OF_TURN that the chat template has, else the publisher's eos_token,
         and else the first token of generation_config.json.
         """
-        template = self.template_source
+        template = self.chat_format.source
         for spelling in ENDS_OF_TURN:
             end = self.specials.get(spelling)
             if end is not None and (template is None or spelling in template):
@@ -420,31 +345,6 @@ class FolderTokenizer:
         return min(self.stops) if eos is None else eos
 
     # --- conversations ---------------------------------------------------------------------------
-
-    def _text(self, messages: Messages, reply: bool, **options: Any) -> str:
-        """Return messages as text in the format of the chat template or, without one, in ChatML."""
-        if self.template is None:
-            return chatml(messages, reply)
-        if self._needs_short_ids:
-            messages = answers.with_short_ids(messages)
-        return self.template.render(messages, reply, **options)
-
-    def _tried(self, messages: Messages, reply: bool, **options: Any) -> str:
-        """Return what _text() does, or an empty text if the chat template refuses the messages."""
-        try:
-            return self._text(messages, reply, **options)
-        except UserError:
-            return ""
-
-    @cached_property
-    def _needs_short_ids(self) -> bool:
-        """Whether the chat template refuses calls with IDs of any length, as Mistral's do."""
-        assert self.template is not None
-        try:
-            self.template.render(answers.PROBE_CHAT, reply=False)
-        except UserError:
-            return True
-        return False
 
     def _tokens(self, segments: Iterable[Segment]) -> Rendered:
         """Return the tokens of the segments of a conversation, and the mask of the trained ones."""
@@ -466,11 +366,11 @@ class FolderTokenizer:
         UserError if the template refuses the conversation or cannot write it, or leaves out all
         words to train on.
         """
-        if not self.takes_system:
+        if not self.chat_format.takes_system:
             conversation = answers.without_system(conversation)
         last = conversation.messages[-1]
         thinks = last.role == "assistant" and last.trained and "</think>" in last.text
-        if thinks and not self._writes_thoughts:
+        if thinks and not self.chat_format.writes_thoughts:
             raise answers.lost_thoughts(self.folder)
         if conversation.needs_template:
             return self._render_with_calls(conversation)
@@ -482,8 +382,8 @@ class FolderTokenizer:
             if is_reply and message.trained and number >= conversation.prompt_turns:
                 text = answers.with_ends(text, BEGIN, END)
                 has_trained_turn = True
-            messages.append(_message(message.role, text))
-        text = self._after_space.sub(f"\\1{END}", self._text(messages, reply=False))
+            messages.append(plain_message(message.role, text))
+        text = self._after_space.sub(f"\\1{END}", self.chat_format.text(messages, reply=False))
         for own in self._own_beginnings:
             text = text.replace(f"{own}{BEGIN}", f"{BEGIN}{own}")
         rendered = self._tokens(self._special_tokens.segments(text))
@@ -517,29 +417,12 @@ class FolderTokenizer:
     @cached_property
     def _own_beginnings(self) -> tuple[str, ...]:
         """What templates write before words of the assistant, and the model has to write itself."""
-        opens_thoughts = self._opening.endswith(answers.OPENING)
+        opens_thoughts = self.chat_format.opening.endswith(answers.OPENING)
         return (self._own_space,) if opens_thoughts else (self._own_space, answers.OPENING)
-
-    @cached_property
-    def _call_beginning(self) -> str:
-        """What the chat template writes between a prompt and a call's name, or an empty text."""
-        prompt = self._tried(answers.PROBE_CHAT[:1], reply=True)
-        text = self._tried(answers.PROBE_CHAT[:2], reply=False)
-        beginning, name, _ = text.removeprefix(prompt).partition("a_tool")
-        return beginning if name and text.startswith(prompt) else ""
-
-    @cached_property
-    def _writes_thoughts(self) -> bool:
-        """Whether the chat template writes thoughts in the text of the last reply, or fails."""
-        reply = _message("assistant", f"{answers.OPENING}a_thought\n</think>\n\nA")
-        try:
-            return "a_thought" in self._text([_message("user", "Q"), reply], reply=False)
-        except UserError:
-            return True
 
     def _render_with_calls(self, conversation: Conversation) -> Rendered:
         """Return what render() does, for a conversation with calls, reasoning or options."""
-        self._check_template(conversation)
+        self.chat_format.check(conversation)
         options = answers.safe_options(conversation.options, self._special_tokens.safe)
         marked = []
         for number, turn in enumerate(conversation.messages):
@@ -547,8 +430,8 @@ class FolderTokenizer:
             index = number if is_trained and number >= conversation.prompt_turns else None
             marked.append(answers.template_message(turn, self._special_tokens.safe, index))
         plain = json.loads(answers.without_marks(json.dumps(marked, ensure_ascii=False)))
-        text = self._text(plain, reply=False, **options)
-        marked_text = self._text(marked, reply=False, **options)
+        text = self.chat_format.text(plain, reply=False, **options)
+        marked_text = self.chat_format.text(marked, reply=False, **options)
         if answers.without_marks(marked_text) != text:
             raise UserError(
                 tr(
@@ -560,10 +443,10 @@ class FolderTokenizer:
         spans = answers.spans(
             marked_text,
             conversation.messages,
-            self._opening,
+            self.chat_format.opening,
             self._ends,
             self._own_beginnings,
-            self._call_beginning,
+            self.chat_format.call_beginning,
         )
         if marked != plain and not spans:
             raise answers.silent_template(self.folder)
@@ -575,39 +458,13 @@ class FolderTokenizer:
             position = span.end
         return self._tokens(segments)
 
-    def _check_template(self, conversation: Conversation) -> None:
-        """Raise UserError if the chat template has no place for what a conversation holds."""
-        needed = set(conversation.options)
-        for message in conversation.messages:
-            needed |= {"tool results"} if message.role == "tool" else set(message.fields)
-        source = self.template_source or ""
-        supported = {key for key in conversation.options if key != "tools" and key in source}
-        if self.takes_tools:
-            supported.add("tools")
-        if self.takes_calls:
-            supported.add("tool_calls")
-        if self._takes_results:
-            supported.add("tool results")
-        if self.takes_reasoning:
-            supported.add("reasoning_content")
-        unsupported = sorted(needed - supported)
-        if unsupported:
-            raise UserError(
-                tr(
-                    "the chat template in {folder} does not write {field!r}. Leave such "
-                    "records out, or fine-tune a model whose template writes them",
-                    folder=self.folder,
-                    field=unsupported[0],
-                )
-            )
-
     def render_prompt(self, conversation: Conversation) -> list[int]:
         """Return the prompt of a conversation as tokens.
 
         A final assistant turn is left out, and the text that opens the reply is added.
         """
         prompt = conversation.prompt
-        if not self.takes_system:
+        if not self.chat_format.takes_system:
             prompt = answers.without_system(prompt)
         return self._prompt(prompt.messages, prompt.options)
 
@@ -618,11 +475,11 @@ class FolderTokenizer:
         may come later. Returns None if the template refuses such turns or leaves out one of them.
         """
         probes = [
-            _message(turn.role, f"Turn {number}.")
+            plain_message(turn.role, f"Turn {number}.")
             for number, turn in enumerate(conversation.messages)
         ]
         try:
-            text = self._text(probes, reply=True)
+            text = self.chat_format.text(probes, reply=True)
             if any(probe["content"] not in text for probe in probes):
                 return None
             return self._prompt(conversation.messages, conversation.options)
@@ -637,5 +494,5 @@ class FolderTokenizer:
         messages = [answers.template_message(turn, self._special_tokens.safe) for turn in turns]
         variables = answers.safe_options(options, self._special_tokens.safe)
         return self._tokens(
-            self._special_tokens.segments(self._text(messages, reply=True, **variables))
+            self._special_tokens.segments(self.chat_format.text(messages, reply=True, **variables))
         ).ids
