@@ -23,8 +23,8 @@ FOLDER = ROOT / "docs"
 
 # What each room is for, in a few words.
 PURPOSES = {
-    "common": "base folder, atomic files, errors, the command line",
-    "data": "conversations, corpora and downloads as plain data, without torch",
+    "common": "base folder, atomic files, messages, errors",
+    "data": "conversations, corpora, downloads and command lines as plain data, without torch",
     "linear": "matrices and tables",
     "cache": "keys and values of sequences in flight",
     "attention": "plain attention and its masks",

@@ -16,7 +16,8 @@ from typing import Annotated
 
 import tyro
 
-from nanochat.common import UserError, log, run, tr
+from nanochat.common import UserError, log, tr
+from nanochat.data.command_line import run
 from nanochat.data.corpora import MAKE_FINEWEB, MAKE_TINYWORLD, Corpus, existing, resolve, shards
 from nanochat.data.shards import batches, check_sha256
 from nanochat.data.sources.fetch import download

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import torch
 import torch.distributed as dist
 
-from nanochat.common import Pulse, UserError, appendix, base_dir, complain, tr, warn
+from nanochat.common import Pulse, UserError, appendix, base_dir, tr, warn
+from nanochat.data.command_line import complain
 from nanochat.platforms import host
 from nanochat.platforms.base import Chip, Platform, dtype_name, requested_kernels
 from nanochat.platforms.operations import Operations
@@ -330,7 +331,7 @@ def compute_cleanup() -> None:
 
 
 def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
-    """Return a main function for common.run() that opens the device before it calls `work`.
+    """Return a main function for run() that opens the device before it calls `work`.
 
     The device is the one that the flags name, or else the one chosen at import. At the end, the
     process leaves its process group. A known error of the device becomes a UserError.

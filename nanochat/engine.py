@@ -8,7 +8,7 @@ The life of a request:
      (generate/slots.py).
   3. _prefill() reads all but the last token of the prompt, in chunks (generate/passes.py).
   4. _decode() feeds one token of every ready request to the model in one pass, and samples the next
-     tokens (generate/sampling.py).
+     tokens (generate/choice.py).
   5. _accept() adds a sampled token to the reply. If the token closes a calculator call, the engine
      writes the answer.
   6. _with_ending() ends the reply at an end mark, a stop string or a limit. The slot is then free
@@ -29,6 +29,7 @@ from nanochat.common import UserError, appendix, required_appendix, tr
 from nanochat.generate.adapters import Adapters
 from nanochat.generate.adjust import History, adjuster
 from nanochat.generate.budget import PromptBudget
+from nanochat.generate.choice import Choice, choose, uniform
 from nanochat.generate.drafts import Drafts
 from nanochat.generate.graphs import DecodeGraphs
 from nanochat.generate.passes import Passes
@@ -41,15 +42,9 @@ from nanochat.generate.reply import (
     answer_marks,
     broken_model,
 )
-from nanochat.generate.sampling import (
-    Choice,
-    Sampling,
-    check_request,
-    choose,
-    sample_settings,
-    uniform,
-)
-from nanochat.generate.slots import CHUNK, Request, Slots
+from nanochat.generate.request import Request
+from nanochat.generate.sampling import Sampling, check_request, sample_settings
+from nanochat.generate.slots import CHUNK, Slots
 from nanochat.model import Model
 from nanochat.platforms.base import Platform
 from nanochat.tokenizer import Tokenizer

@@ -176,8 +176,6 @@ class Muon(UntracedOptimizer):
         self,
         named_matrices: Iterable[tuple[str, Tensor]],
         lr: float = 0.02,
-        momentum: float = 0.95,
-        beta2: float = 0.9,
         weight_decay: float = 0.0,
         dtype: torch.dtype = torch.float32,
         arithmetic: MuonArithmetic | None = None,
@@ -191,7 +189,7 @@ class Muon(UntracedOptimizer):
         self.arithmetic = arithmetic or MuonArithmetic()
         super().__init__(
             [matrix for _, matrix in named],
-            {"lr": lr, "momentum": momentum, "beta2": beta2, "weight_decay": weight_decay},
+            {"lr": lr, "momentum": 0.95, "beta2": 0.9, "weight_decay": weight_decay},
         )
         # fp16 has too few exponent bits for powers of the Gram matrices
         self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -265,13 +263,16 @@ class Muon(UntracedOptimizer):
         momentum: float | Tensor,
         weight_decay: float | Tensor,
     ) -> None:
-        stack.momentum.lerp_(gradient, 1 - momentum)
-        nesterov = gradient.lerp_(stack.momentum, momentum).to(self.dtype)
+        stack.momentum.lerp_(gradient, 1 - momentum)  # M <- momentum M + (1 - momentum) G
+        nesterov = gradient.lerp_(stack.momentum, momentum)  # (1 - momentum) G + momentum M
         lr = lr * stack.rate_factor
-        g = stack.exchange.collect(nesterov)
-        if g.size(0):
-            g = self.arithmetic.update(g, stack.variance, self.param_groups[0]["beta2"], lr)
-        updates = stack.exchange.distribute(g, self.dtype)
+        share = stack.exchange.collect(
+            nesterov.to(self.dtype)
+        )  # whole matrices (share, rows, cols)
+        if len(share):
+            beta2 = self.param_groups[0]["beta2"]
+            share = self.arithmetic.update(share, stack.variance, beta2, lr)
+        updates = stack.exchange.distribute(share, self.dtype)  # (K, local rows, cols)
         local_matrices = [local(matrix) for matrix in stack.matrices]
         self.arithmetic.subtract(local_matrices, updates, lr, weight_decay)
 
@@ -409,18 +410,14 @@ class Optimizers:
         Replicas hold the same tensors, so they share the writing.
         """
         state = self.state()
-        replicated_names = [name for name in state if not name.endswith(".variance")]
-        own_names = set(replicated_names[self.place.replica :: self.place.replicas])
-        if self.place.shard:  # only the first shard writes tensors that every rank holds whole
-            unsharded_prefixes = tuple(
-                f"{name}." for parameter, name in self.names.items() if not is_sharded(parameter)
-            )
-            own_names = {name for name in own_names if not name.startswith(unsharded_prefixes)}
-        return {
-            name: tensor_state
-            for name, tensor_state in state.items()
-            if name in own_names or name.endswith(".variance")
-        }
+        # Muon's variances belong to the matrices that this rank works on; no other rank has them.
+        variances = {key for key in state if key.endswith(".variance")}
+        shared = [key for key in state if key not in variances]
+        written = {*variances, *shared[self.place.replica :: self.place.replicas]}
+        if self.place.shard:  # the first shard writes the state of parameters that are not sharded
+            whole = {name for parameter, name in self.names.items() if not is_sharded(parameter)}
+            written -= {key for key in shared if key.rpartition(".")[0] in whole}
+        return {key: state[key] for key in state if key in written}
 
     def restored(self) -> None:
         """Finish a restore, once the tensors of state() have been filled from a checkpoint."""

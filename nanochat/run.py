@@ -43,7 +43,8 @@ from nanochat.checkpoint_manager.resume import (
 )
 from nanochat.checkpoint_manager.same_run import OLD_FLAGS, RunSettings
 from nanochat.checkpoint_manager.save import refuse_parts_of_adapter
-from nanochat.common import UserError, appendix, log, required_appendix, run, tr
+from nanochat.common import UserError, appendix, log, required_appendix, tr
+from nanochat.data.command_line import run
 from nanochat.dataloader import Source
 from nanochat.device import Compute
 from nanochat.meter import Meter, SaveClock, due, listed, step_line, step_note

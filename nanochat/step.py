@@ -279,16 +279,17 @@ class Update:
         This is the one place in a step where the host waits for the device.
         """
         squares = self.compute.operations.square_sums(gradients)
-        on_device = torch.cat((squares, self._sums, *device.overflows(self.compute)))
-        on_host = on_device.cpu().double()
-        sizes = [len(gradients), len(self._sums)]
-        squares, sums, overflows = on_host.split([*sizes, len(on_host) - sum(sizes)])
-        # Copies of each gradient among the ranks; every sharded tensor has the same number.
+        overflows = device.overflows(self.compute)
+        sizes = [len(squares), len(self._sums), len(overflows)]
+        on_host = torch.cat((squares, self._sums, *overflows)).cpu().double()
+        squares, sums, overflow_flags = on_host.split(sizes)
+        # Ranks that hold the same gradient would count it more than once in the total. Every sharded
+        # tensor has the same number of copies.
         replicas = next((place_of(p).replicas for p in parameters if is_sharded(p)), 1)
         copies = [replicas if is_sharded(p) else self.compute.world_size for p in parameters]
         grad_square = float((squares / torch.tensor(copies)).sum())
-        values = [grad_square, float(overflows.sum()), *sums.tolist()]
-        grad_square, overflow_count, loss, *figures = parallel.total(values, self.compute)
+        own_sums = [grad_square, float(overflow_flags.sum()), *sums.tolist()]
+        grad_square, overflow_count, loss, *figures = parallel.total(own_sums, self.compute)
         return _Totals(grad_square, overflow_count, loss, tuple(figures))
 
     def _judge(self, totals: _Totals) -> Outcome:

@@ -18,7 +18,8 @@ import torch
 
 from nanochat import device
 from nanochat.checkpoint_manager.locate import checkpoint_dir
-from nanochat.common import UserError, atomic_path, base_dir, log, read_json, run, write_json
+from nanochat.common import UserError, atomic_path, base_dir, log, read_json, write_json
+from nanochat.data.command_line import run
 from nanochat.data.corpora import resolve
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.runtime.tracking import read_metrics

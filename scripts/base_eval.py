@@ -16,7 +16,8 @@ from tyro.conf import arg
 
 from nanochat import device
 from nanochat.checkpoint_manager.load import Loaded
-from nanochat.common import UserError, base_dir, log, run, sha256_of, tr, warn, write_atomic
+from nanochat.common import UserError, base_dir, log, sha256_of, tr, warn, write_atomic
+from nanochat.data.command_line import run
 from nanochat.device import Compute
 from nanochat.evals import core as core_eval
 from nanochat.evals import loss as loss_eval

@@ -15,7 +15,8 @@ from tyro.conf import arg
 from nanochat import device
 from nanochat.checkpoint_manager.load import PUBLISHED, Loaded
 from nanochat.checkpoint_manager.locate import checkpoint_dir
-from nanochat.common import log, run, tr
+from nanochat.common import log, tr
+from nanochat.data.command_line import run
 from nanochat.data.mixing import Data
 from nanochat.device import Compute
 from nanochat.engine import Engine

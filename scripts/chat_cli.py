@@ -19,7 +19,8 @@ from typing import Annotated, Any, Literal, TextIO
 from tyro.conf import arg
 
 from nanochat.checkpoint_manager.load import PUBLISHED, Loaded
-from nanochat.common import UserError, base_dir, run, tr
+from nanochat.common import UserError, base_dir, tr
+from nanochat.data.command_line import run
 from nanochat.data.conversation import (
     Conversation,
     Message,

@@ -17,7 +17,8 @@ from tyro.conf import arg
 
 from nanochat.checkpoint_manager.load import PUBLISHED, Loaded
 from nanochat.checkpoint_manager.locate import checkpoint_dir
-from nanochat.common import UserError, log, read_json, run, tr, warn
+from nanochat.common import UserError, log, read_json, tr, warn
+from nanochat.data.command_line import run
 from nanochat.data.conversation import Part, Task, words
 from nanochat.data.traits import Drawing, traits
 from nanochat.device import Compute, with_compute

@@ -255,8 +255,10 @@ def train(cfg: Config, compute: Compute) -> None:
         )
     )
 
-    rates, scale = cfg.rates, cfg.init_lr_frac
-    if start.fill is not None:
+    if start.fill is None:  # pretrained here
+        rates = cfg.rates
+        scale = cfg.init_lr_frac
+    else:
         rates = OneRate(cfg.adapter.rate(model.config.n_embd, steps, start.is_adapter))
         scale = 1.0
     optimizers = set_up(model, rates, scale, folder.path, cfg.run, compute, fill=start.fill)
@@ -316,16 +318,17 @@ def train(cfg: Config, compute: Compute) -> None:
                 tokenizer,
                 compute,
                 cfg.policy,
-                cfg.shuffle_rewards,
-                groups,
-                reference,
+                shuffle=cfg.shuffle_rewards,
+                groups=groups,
+                reference=reference,
             )
             sampler_gap = rollout.sampler_gap(samples, model, compute)
 
             lrm = 1 - step / steps
             optimizers.schedule(lrm, momentum=0.95, decay=1.0)
             outcome = NO_UPDATE
-            for _ in range(cfg.policy.updates_per_rollout if replies.num_targets else 0):
+            updates = cfg.policy.updates_per_rollout if replies.num_targets else 0
+            for _ in range(updates):
                 with run.update(replies.num_targets, figure_names) as update:
                     for idx, targets, *extra_tensors in update.passes(replies.micro_batches):
                         extras = dict(zip(replies.extras, extra_tensors, strict=True))

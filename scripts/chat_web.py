@@ -23,7 +23,8 @@ from tyro.conf import UseAppendAction, arg
 
 from nanochat.checkpoint_manager.load import PUBLISHED
 from nanochat.checkpoint_manager.locate import trained, updates
-from nanochat.common import UserError, base_dir, language, log, run, tr, warn
+from nanochat.common import UserError, base_dir, language, log, tr, warn
+from nanochat.data.command_line import run
 from nanochat.data.traits import Drawing, traits
 from nanochat.device import Compute, compute_cleanup, compute_init
 from nanochat.engine import Engine

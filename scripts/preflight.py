@@ -13,7 +13,8 @@ from nanochat import device
 from nanochat.checkpoint_manager.families import on_meta
 from nanochat.checkpoint_manager.files import latest_step, read_meta
 from nanochat.checkpoint_manager.locate import checkpoint_dir
-from nanochat.common import UserError, base_dir, log, run, tr
+from nanochat.common import UserError, base_dir, log, tr
+from nanochat.data.command_line import run
 from nanochat.data.mixing import unweighted
 from nanochat.data.shards import shard_paths
 from nanochat.data.sources.published import SOURCES, Source

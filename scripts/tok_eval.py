@@ -20,7 +20,8 @@ import tiktoken
 from rich.console import Console
 from rich.table import Table
 
-from nanochat.common import UserError, log, run, tr
+from nanochat.common import UserError, log, tr
+from nanochat.data.command_line import run
 from nanochat.data.corpora import Corpus, shards
 from nanochat.data.mixing import resolve_data
 from nanochat.data.shards import texts

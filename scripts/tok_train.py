@@ -13,7 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from nanochat.common import UserError, log, read_json, run, settings, tr, write_json
+from nanochat.common import UserError, log, read_json, tr, write_json
+from nanochat.data.command_line import run, settings
 from nanochat.data.corpora import shards
 from nanochat.data.mixing import Data, resolve_data
 from nanochat.data.shards import read_about, texts

@@ -13,8 +13,9 @@ from nanochat.cache import Cache
 from nanochat.common import UserError
 from nanochat.data.calculator import calculate
 from nanochat.engine import Completion, Engine
+from nanochat.generate.choice import choose, uniform
 from nanochat.generate.reply import FAILED, Event
-from nanochat.generate.sampling import Sampling, choose, uniform
+from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
 

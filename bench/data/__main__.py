@@ -21,7 +21,8 @@ import torch
 from bench import child, tables
 from bench.text import standard_library
 from nanochat import dataloader, device
-from nanochat.common import log, run
+from nanochat.common import log
+from nanochat.data.command_line import run
 from nanochat.data.corpora import Corpus
 from nanochat.data.shards import write_shards
 from nanochat.device import Compute

@@ -29,7 +29,8 @@ from nanochat import device
 from nanochat.checkpoint_manager import files as step_files
 from nanochat.checkpoint_manager import save as saving
 from nanochat.checkpoint_manager.locate import make_meta
-from nanochat.common import base_dir, log, run
+from nanochat.common import base_dir, log
+from nanochat.data.command_line import run
 from nanochat.gpt import GPTConfig
 
 BLOCK = 1 << 24  # bytes per raw write

@@ -23,7 +23,8 @@ from bench import child, tables
 from bench.serve import model
 from nanochat import device
 from nanochat.checkpoint_manager.load import load_published
-from nanochat.common import log, run
+from nanochat.common import log
+from nanochat.data.command_line import run
 from nanochat.data.conversation import Cloze
 from nanochat.evals.choices import evaluate_choices
 from nanochat.platforms.base import dtype_name

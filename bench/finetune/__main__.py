@@ -34,7 +34,8 @@ from bench.processes import (
 )
 from bench.training import QWEN3
 from nanochat.checkpoint_manager.huggingface.config import published
-from nanochat.common import log, run
+from nanochat.common import log
+from nanochat.data.command_line import run
 from nanochat.models.llama import LlamaConfig
 from nanochat.models.qwen.config import QwenConfig
 

@@ -27,7 +27,8 @@ from bench.finetune import facts
 from bench.processes import ROOT, check_at_least, environment
 from nanochat.checkpoint_manager.load import Loaded, load_model, load_published
 from nanochat.checkpoint_manager.locate import trained
-from nanochat.common import UserError, base_dir, log, read_json, run, write_json
+from nanochat.common import UserError, base_dir, log, read_json, write_json
+from nanochat.data.command_line import run
 from nanochat.data.conversation import Conversation, user
 from nanochat.device import Compute, compute_init
 from nanochat.evals.chat import evaluate

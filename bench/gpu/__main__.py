@@ -20,7 +20,7 @@ import torch
 
 from bench import tables
 from bench.processes import ROOT, answer_of, check_at_least, check_peers, upstream_shape
-from nanochat.common import run
+from nanochat.data.command_line import run
 from nanochat.gpt import GPT, GPTConfig
 
 

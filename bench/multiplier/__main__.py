@@ -43,7 +43,8 @@ from bench.processes import check_peers, refuse
 from bench.text import Text, make_rows, standard_library
 from bench.train.variants import Plan, Variant
 from nanochat import device
-from nanochat.common import base_dir, log, run
+from nanochat.common import base_dir, log
+from nanochat.data.command_line import run
 from nanochat.gpt import GPTConfig
 from nanochat.platforms import host
 from nanochat.platforms.base import dtype_name

@@ -21,7 +21,8 @@ import tyro
 
 from bench import tables
 from bench.processes import refuse
-from nanochat.common import UserError, atomic_path, log, read_json, run, write_json
+from nanochat.common import UserError, atomic_path, log, read_json, write_json
+from nanochat.data.command_line import run
 
 # Packages are used in this order, the small ones first, until there is enough text.
 PACKAGES = {

@@ -28,7 +28,8 @@ from typing import Any
 
 from bench import tables
 from bench.processes import ROOT, Side, check_at_least, check_checkout, environment, refuse
-from nanochat.common import log, run
+from nanochat.common import log
+from nanochat.data.command_line import run
 
 PHASES = ("forward", "backward", "optimizer")
 MODEL = ("forward", "backward")

@@ -16,7 +16,7 @@ import torch
 
 from bench import child, tables
 from bench.rl.side import SUMS, Ours
-from nanochat.common import run
+from nanochat.data.command_line import run
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from statistics import fmean, stdev
 
 from bench import tables
 from nanochat.checkpoint_manager.locate import find
-from nanochat.common import UserError, base_dir, log, run
+from nanochat.common import UserError, base_dir, log
+from nanochat.data.command_line import run
 from nanochat.runtime.tracking import read_metrics
 
 MIN_GAIN = 5.0  # percentage points

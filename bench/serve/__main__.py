@@ -27,7 +27,8 @@ from bench.processes import check_at_least, check_installed, check_peers
 from bench.serve import model, servers, streams
 from bench.serve.servers import Server
 from bench.serve.streams import Load
-from nanochat.common import log, run
+from nanochat.common import log
+from nanochat.data.command_line import run
 
 CHATS = (1, 8, 32)
 WARMUP_TOKENS = 8  # of the replies of servers that warm up

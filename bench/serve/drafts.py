@@ -21,11 +21,12 @@ import torch
 from bench import tables
 from bench.serve import model
 from nanochat import device
-from nanochat.common import log, run
+from nanochat.common import log
+from nanochat.data.command_line import run
 from nanochat.engine import Engine
 from nanochat.generate.drafts import Drafts
+from nanochat.generate.request import Request
 from nanochat.generate.sampling import Sampling
-from nanochat.generate.slots import Request
 from nanochat.serve.chosen import ModelFlags, choose
 
 PROMPT = 100  # tokens

@@ -25,7 +25,8 @@ from bench.processes import check_at_least
 from bench.serve import model
 from bench.training import QWEN3
 from nanochat import device, engine
-from nanochat.common import log, run
+from nanochat.common import log
+from nanochat.data.command_line import run
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.serve.chosen import ModelFlags, choose

@@ -30,7 +30,8 @@ from bench.processes import refuse
 from bench.serve import agents, model, rude, servers, streams
 from bench.serve.http import percentile, question
 from bench.training import QWEN3
-from nanochat.common import UserError, log, run
+from nanochat.common import UserError, log
+from nanochat.data.command_line import run
 
 BUSY = ("429", "503")  # statuses with a time to come back
 WATCH_SECONDS = 1.0  # between two looks at the memory

@@ -23,7 +23,8 @@ from bench.serve.model import Files
 from bench.serve.servers import Server
 from bench.serve.streams import Reply
 from nanochat.checkpoint_manager.huggingface.template import CHATML
-from nanochat.common import UserError, log, read_json, run, write_json
+from nanochat.common import UserError, log, read_json, write_json
+from nanochat.data.command_line import run
 
 OPENED = CHATML.replace("assistant\n", "assistant\n<think>\n")
 CLOSED = "{# </think> #}"  # a comment, so that it changes no prompt

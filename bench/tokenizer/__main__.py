@@ -26,8 +26,9 @@ from bench.processes import ROOT, answer_of
 from bench.text import standard_library
 from bench.tokenizer import texts
 from bench.tokenizer.side import read_ranks
-from nanochat.common import UserError, base_dir, log, run
+from nanochat.common import UserError, base_dir, log
 from nanochat.data import bpe
+from nanochat.data.command_line import run
 from nanochat.tokenizer import PATTERNS
 
 Peer = Literal["rustbpe", "tokenizers", "tiktoken"]

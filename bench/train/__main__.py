@@ -30,7 +30,8 @@ from bench.text import make_rows, standard_library
 from bench.train.variants import Plan, Variant, training
 from bench.training import D4
 from nanochat import device
-from nanochat.common import base_dir, log, run
+from nanochat.common import base_dir, log
+from nanochat.data.command_line import run
 from nanochat.platforms import host
 
 STEP_TOKENS = 4096

@@ -21,7 +21,7 @@ from typing import Any
 from bench import tables
 from bench.processes import ROOT, Side, side
 from bench.training import D4
-from nanochat.common import run
+from nanochat.data.command_line import run
 
 STEP_TOKENS = 16384  # over all ranks
 BIGRAM_ROWS = 131_072  # of the table of pairs, as base_train has them

@@ -42,7 +42,7 @@ def ours(task: Task) -> Side:
     """
     from bench.training import Trainer, random_model
     from nanochat import device, schedule
-    from nanochat.common import parse
+    from nanochat.data.command_line import parse
     from nanochat.optim import Rates
     from scripts.base_train import Config
 

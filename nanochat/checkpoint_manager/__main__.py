@@ -10,7 +10,8 @@ from typing import Literal
 from tyro.conf import Positional
 
 from nanochat.checkpoint_manager import upstream
-from nanochat.common import log, run, tr
+from nanochat.common import log, tr
+from nanochat.data.command_line import run
 
 
 @dataclass(frozen=True)

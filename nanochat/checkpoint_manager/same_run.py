@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from nanochat.common import FREE, OldFlags, UserError, flags_of, settings, tr, warn
+from nanochat.common import UserError, tr, warn
+from nanochat.data.command_line import FREE, OldFlags, flags_of, settings
 from nanochat.device import Compute
 from nanochat.platforms.base import dtype_name
 from nanochat.runtime import fingerprint

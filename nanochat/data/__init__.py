@@ -14,4 +14,6 @@ prepare/ turns its documents into tokens. Read in this order:
                     tokenizer_file.py reads and checks tokenizer.json
 7. locks.py         keeps two processes from writing the same file at once
 8. calculator.py    the calculator that a model can call in a chat
+
+command_line.py and help_texts.py read and explain the flags of scripts, which are plain data too.
 """

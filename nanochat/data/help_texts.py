@@ -19,7 +19,8 @@ from typing import Annotated, Any
 import docstring_parser
 import tyro
 
-from nanochat.common import RARE, UserError, appendix, flags_of, language, log, tr, tr_help
+from nanochat.common import UserError, appendix, language, log, tr, tr_help
+from nanochat.data.command_line import RARE, flags_of
 
 # tyro counts each character as one column, and a Chinese one takes two: this character follows
 # each of them until the lines are laid out.

@@ -15,7 +15,8 @@ from tyro.conf import Positional
 
 from nanochat import device
 from nanochat.checkpoint_manager.load import Loaded, load_named
-from nanochat.common import UserError, log, run, tr, write_atomic
+from nanochat.common import UserError, log, tr, write_atomic
+from nanochat.data.command_line import run
 from nanochat.export import from_gguf, huggingface, llama, ollama
 from nanochat.models.lora import merge
 

@@ -169,7 +169,7 @@ def export(loaded: Loaded, folder: Path, dtype: str) -> None:
     with new_folder(folder) as temporary:
         if isinstance(loaded.tokenizer, FolderTokenizer):
             loaded.tokenizer.save(temporary)
-            if loaded.tokenizer.template_source is None:
+            if loaded.tokenizer.chat_format.source is None:
                 write_atomic(temporary / "chat_template.jinja", CHATML)
         for name, content in _configs(loaded, dtype).items():
             write_json(temporary / name, content)

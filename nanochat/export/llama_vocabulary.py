@@ -136,7 +136,7 @@ def vocabulary(tokenizer: Tokenizer | FolderTokenizer) -> dict[str, Value]:
     else:
         content = read_json(tokenizer.folder / FILE_NAME)
         advice = tr("Export with --format huggingface")
-        template = tokenizer.template_source or CHATML
+        template = tokenizer.chat_format.source or CHATML
         bos = tokenizer.named("bos_token")
         eos = tokenizer.named("eos_token")
         if eos is None:

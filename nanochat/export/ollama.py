@@ -110,10 +110,10 @@ def _rendered(tokenizer: FolderTokenizer, messages: Messages) -> str | None:
     Returns None if the template fails, or does not write the mark that llama.cpp adds.
     """
     try:
-        if tokenizer.template is None:
+        if tokenizer.chat_format.template is None:
             text = chatml(messages, reply=True)
         else:
-            text = tokenizer.template.render(messages, reply=True)
+            text = tokenizer.chat_format.template.render(messages, reply=True)
     except UserError:
         return None
     mark = tokenizer.decode([tokenizer.bos]) if tokenizer.adds_bos else ""

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from nanochat.common import UserError, tr
 from nanochat.generate.reply import Event
-from nanochat.generate.slots import Request
+from nanochat.generate.request import Request
 from nanochat.tokenizer import Tokenizer
 
 # Tokens of one reply in a pass with guesses. There are only two lengths, so that few shapes are

@@ -16,7 +16,7 @@ from nanochat.context import Cached
 from nanochat.generate.adapters import NONE, Adapters
 from nanochat.generate.graphs import DecodeGraphs
 from nanochat.generate.reply import Scored
-from nanochat.generate.slots import Request
+from nanochat.generate.request import Request
 from nanochat.model import Model
 
 HEAD_ROWS = 64  # most positions whose logits are in memory at the same time

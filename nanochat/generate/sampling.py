@@ -1,19 +1,14 @@
-"""Chooses tokens from logits, greedily or at random, with separate settings for every row."""
+"""The settings by which a reply is sampled, and what a model refuses of them; choice.py follows them."""
 
-import math
 import random
 import zlib
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from nanochat.common import UserError, tr
 from nanochat.data.traits import Drawing, traits
-from nanochat.generate.reply import Alternatives
 
 # Below this temperature the choice is greedy, because the quotient of a logit and a smaller number
 # may not fit into fp32.
@@ -41,16 +36,6 @@ LONGEST_LISTS = (
     ("stop_tokens", MOST_STOPS),
     ("logit_bias", MOST_BIASES),
 )
-NO_NUCLEUS = 2.0  # a top_p that no sum of probabilities reaches, even with rounding errors
-ARGMAX_GROUP = 256  # logits in a group whose maximum is found with vector instructions
-UNIFORM_BITS = 23  # few enough that uniform() times a positive fp32 value stays below that value
-
-
-# --- settings ------------------------------------------------------------------------------------
-
-
-# Returns the log-sum-exp of each row of logits, (B, V) -> (B,), or None if log_softmax costs less.
-LogTotals = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -265,9 +250,6 @@ def chat_drawing(
     return replace(default, **chosen, reason={"en": "asked for", "zh": "由你指定"})
 
 
-# --- choosing ------------------------------------------------------------------------------------
-
-
 def sample_settings(
     sampling: Sampling,
     prompt: Sequence[int],
@@ -288,240 +270,3 @@ def sample_seeds(
     """Return a seed for each sample index in `numbers`, from `seed`, the index and the prompt."""
     prompt_digest = zlib.crc32(array("q", prompt).tobytes())
     return [random.Random(f"{seed}/{number}/{prompt_digest}").getrandbits(63) for number in numbers]
-
-
-def uniform(generator: random.Random) -> float:
-    """Return a random number in [0, 1) for choose(), which does not depend on the device."""
-    return generator.getrandbits(UNIFORM_BITS) / 2**UNIFORM_BITS
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The tokens chosen for the rows of a pass, with their log-probabilities and alternatives.
-
-    Log-probabilities are over all tokens at temperature 1, before logits are adjusted. The
-    alternatives of a row are its most likely tokens, most likely first, as many as the most
-    demanding row asks for.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    alternatives: list[Alternatives]
-
-
-def choose(
-    logits: Tensor,  # (B, V) fp32, overwritten where tokens are banned
-    samplings: Sequence[Sampling],
-    uniforms: Sequence[float],  # one number in [0, 1) per row; unused if the temperature is 0
-    banned: Tensor,  # (n,) token ids that are never chosen
-    adjust: Callable[[Tensor], None] | None = None,  # changes logits before tokens are chosen
-    log_totals: LogTotals | None = None,  # that of the model that computed the logits
-) -> Choice:
-    """Choose one token per row, and return the tokens with log-probabilities and alternatives.
-
-    The work runs on the device of the logits, with one copy to the host. Up to rounding, the choice
-    of a row does not depend on the other rows. A setting that no row uses costs nothing.
-    """
-    count = max((sampling.logprobs for sampling in samplings), default=0)
-    likelihood = _Likelihood(logits, log_totals, adjust is not None or count > 0)
-    if adjust is not None:
-        adjust(logits)
-    logits.index_fill_(1, banned, float("-inf"))
-    return _fetch(_chosen(logits, samplings, uniforms), likelihood, count)
-
-
-def _chosen(
-    logits: Tensor,  # (B, V)
-    samplings: Sequence[Sampling],
-    uniforms: Sequence[float],
-) -> Tensor:  # (B,) token ids
-    """Choose and return the token of each row.
-
-    A row takes its likeliest token (its top_k is 0 here), or draws from its top_k tokens, from all
-    tokens (its top_k is V), or from a nucleus of all tokens. Each of the first three kinds that
-    occurs is computed for every row, in as few operators as possible. The last one sorts whole
-    rows, so it gets only those that ask for it.
-    """
-    V = logits.size(1)
-    top_ks = [sampling.top_k_of(V) for sampling in samplings]
-    temperatures = []
-    nuclei = []
-    for sampling, top_k in zip(samplings, top_ks, strict=True):
-        temperatures.append(sampling.temperature if top_k else 1.0)
-        nuclei.append(sampling.top_p if top_k and sampling.top_p < 1 else NO_NUCLEUS)
-    rows = [*zip(uniforms, temperatures, top_ks, strict=True)]
-    settings = torch.tensor(rows).to(logits.device, non_blocking=True)  # (B, 3)
-    if any(sampling.min_p and top_k for sampling, top_k in zip(samplings, top_ks, strict=True)):
-        _leave_out_unlikely(logits, settings, samplings)
-
-    choice = likeliest(logits) if 0 in top_ks else None
-    widest = max((top_k for top_k in top_ks if top_k < V), default=0)
-    if widest:
-        drawn = _draw_top(logits, settings, widest, len(set(top_ks)) == 1, nuclei)
-        choice = drawn if choice is None else torch.where(settings[:, 2] > 0, drawn, choice)
-    if V in top_ks:
-        drawn = _draw(logits, settings[:, 1:2], settings[:, 0])
-        choice = drawn if choice is None else torch.where(settings[:, 2] == V, drawn, choice)
-    assert choice is not None
-    sorted_rows = [
-        row for row, top_k in enumerate(top_ks) if top_k == V and nuclei[row] != NO_NUCLEUS
-    ]
-    if sorted_rows:
-        index = torch.tensor(sorted_rows).to(logits.device, non_blocking=True)
-        row_nuclei = [nuclei[row] for row in sorted_rows]
-        drawn = _draw_top(logits[index], settings[index], V, True, row_nuclei)
-        choice = choice.index_copy(0, index, drawn)
-    return choice
-
-
-def choose_among(
-    logits: Tensor,  # (R, V) fp32, overwritten where tokens are banned
-    rows: Sequence[int],  # the row of each reply
-    sampling: Sampling,  # the settings of all replies
-    uniforms: Sequence[float],  # one number in [0, 1) per reply; unused if the temperature is 0
-    banned: Tensor,  # (n,) token ids that are never chosen
-    log_totals: LogTotals | None = None,  # that of the model that computed the logits
-) -> tuple[list[int], list[float]]:
-    """Choose a token for each reply, and return the tokens and their log-probabilities.
-
-    Replies may share a row of logits. The tokens are those that choose() would give, but what
-    depends on the row alone is computed once per row. Of the sampling settings, only temperature
-    and top_k are followed.
-    """
-    V = logits.size(1)
-    index = torch.tensor(rows).to(logits.device, non_blocking=True)
-    likelihood = _Likelihood(logits, log_totals)
-    logits.index_fill_(1, banned, float("-inf"))
-    top_k = sampling.top_k_of(V)
-    if top_k == 0:
-        choice = likeliest(logits)[index]
-    else:
-        uniform_numbers = torch.tensor(uniforms).to(logits.device, non_blocking=True)
-        if top_k < V:
-            top, tokens = logits.topk(top_k, dim=1)
-            choice = tokens[index, _draw(top, sampling.temperature, uniform_numbers, index)]
-        else:
-            choice = _draw(logits, sampling.temperature, uniform_numbers, index)
-    return _to_host(choice, likelihood.among(choice, index))
-
-
-def likeliest(logits: Tensor) -> Tensor:  # (B, V) -> (B,)
-    """Return the index of the first maximum in each row.
-
-    On CPUs, torch's argmax compares one number at a time. Finding the maximum of each group with
-    vector instructions, then the argmax over the groups and within one group, is about seven times
-    as fast (32 rows of 32,768: 0.2 ms instead of 1.4 ms).
-    """
-    B, V = logits.shape
-    if V % ARGMAX_GROUP:
-        return logits.argmax(dim=1)
-    groups = logits.view(B, -1, ARGMAX_GROUP)
-    group = groups.amax(dim=2).argmax(dim=1)  # (B,)
-    index = group[:, None, None].expand(-1, 1, ARGMAX_GROUP)
-    within = groups.gather(1, index).squeeze(1).argmax(dim=1)
-    return group * ARGMAX_GROUP + within
-
-
-class _Likelihood:
-    """Computes log-probabilities at temperature 1, from logits as they are at construction."""
-
-    def __init__(
-        self,
-        logits: Tensor,  # (R, V)
-        log_totals: LogTotals | None,
-        all_tokens: bool = False,
-    ):
-        """Prepare to compute log-probabilities, before the logits are changed.
-
-        `all_tokens` means that the log-probabilities of all tokens are needed, or that the logits
-        of tokens that may be chosen will change.
-        """
-        self._totals = None if all_tokens or log_totals is None else log_totals(logits)  # (R,)
-        self.rows = torch.log_softmax(logits, dim=1) if self._totals is None else logits  # (R, V)
-
-    def of(self, tokens: Tensor) -> Tensor:  # (R,) -> (R,)
-        """Return the log-probability of one token of each row."""
-        values = self.rows.gather(1, tokens[:, None]).squeeze(1)
-        return values if self._totals is None else values - self._totals
-
-    def among(self, tokens: Tensor, rows: Tensor) -> Tensor:  # (B,), (B,) -> (B,)
-        """Return the log-probability of each token in the given row."""
-        values = self.rows[rows, tokens]
-        return values if self._totals is None else values - self._totals[rows]
-
-
-def _fetch(
-    choice: Tensor,
-    likelihood: _Likelihood,
-    count: int,
-) -> Choice:
-    """Return the Choice of a pass, with `count` alternatives per row, from one copy to the host."""
-    logprobs = likelihood.of(choice)
-    if not count:
-        ids, floats = _to_host(choice, logprobs)
-        return Choice(ids, floats, [()] * len(ids))
-    top = likelihood.rows.topk(min(count, likelihood.rows.size(1)), dim=1)
-    tokens = torch.cat((choice[:, None], top.indices), dim=1)
-    values = torch.cat((logprobs[:, None], top.values), dim=1)
-    token_rows, value_rows = _to_host(tokens, values)
-    alternatives = [
-        tuple(zip(ids[1:], floats[1:], strict=True))
-        for ids, floats in zip(token_rows, value_rows, strict=True)
-    ]
-    return Choice([ids[0] for ids in token_rows], [row[0] for row in value_rows], alternatives)
-
-
-def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[list, list]:  # both of one shape
-    """Copy tokens and fp32 log-probabilities to the host together, and return them as lists."""
-    bits = torch.stack((tokens.int(), logprobs.view(torch.int32))).cpu()
-    return bits[0].tolist(), bits[1].view(torch.float32).tolist()
-
-
-def _leave_out_unlikely(
-    logits: Tensor,
-    settings: Tensor,
-    samplings: Sequence[Sampling],
-) -> None:
-    """Set logits to -inf where the probability is below the row's min_p times the highest one."""
-    min_ps = [sampling.min_p for sampling in samplings]
-    log_shares = torch.tensor([math.log(min_p) if min_p else float("-inf") for min_p in min_ps])
-    log_shares = log_shares.to(logits.device, non_blocking=True)[:, None]  # (B, 1)
-    highest = logits.amax(dim=1, keepdim=True)
-    threshold = highest + log_shares * settings[:, 1:2]
-    logits.masked_fill_(logits < threshold, float("-inf"))
-
-
-def _draw_top(
-    logits: Tensor,  # (B, V)
-    settings: Tensor,  # (B, 3): uniform number, temperature, top_k
-    widest: int,  # the largest top_k
-    same_top_k: bool,  # whether all rows have that top_k
-    nuclei: Sequence[float],  # top_p of each row, or NO_NUCLEUS if it is not used
-) -> Tensor:  # (B,) token ids
-    """Sample a token for each row from those of its top_k most likely ones that top_p keeps."""
-    top, index = logits.topk(widest, dim=1)
-    if not same_top_k:
-        beyond = torch.arange(widest, device=top.device) >= settings[:, 2:].clamp_min(1)
-        top = top.masked_fill(beyond, float("-inf"))
-    if min(nuclei) < NO_NUCLEUS:
-        shares = torch.softmax(top / settings[:, 1:2], dim=1)
-        before = shares.cumsum(dim=1) - shares  # the total probability of the more likely tokens
-        limits = torch.tensor(nuclei).to(top.device, non_blocking=True)[:, None]
-        beyond = before >= limits
-        beyond[:, 0] = False
-        top = top.masked_fill(beyond, float("-inf"))
-    positions = _draw(top, settings[:, 1:2], settings[:, 0])
-    return index.gather(1, positions[:, None]).squeeze(1)
-
-
-def _draw(
-    logits: Tensor,  # (R, K)
-    temperature: Tensor | float,  # (R, 1), or one for all
-    uniforms: Tensor,  # (B,) a number in [0, 1) for each draw
-    rows: Tensor | None = None,  # (B,) the row of each draw; None: draw b uses row b
-) -> Tensor:  # (B,) positions in the rows
-    """Return positions sampled from softmax(logits / temperature) by inverse transform."""
-    cumulative = torch.softmax(logits / temperature, dim=1).cumsum(dim=1)
-    if rows is not None:
-        cumulative = cumulative[rows]
-    return (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(dim=1)

@@ -10,17 +10,12 @@ slot that has been unused for longest.
 """
 
 import itertools
-import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from torch import Tensor
 
 from nanochat.cache import Cache
-from nanochat.generate.adjust import History
-from nanochat.generate.reply import Calls, Scored, StoppedReply
-from nanochat.generate.sampling import Sampling
+from nanochat.generate.request import Request
 
 CHUNK = 512  # most tokens of one prompt in a prefill pass
 MIN_PREFIX = 16  # a shorter common prefix is not worth copying
@@ -29,78 +24,6 @@ STATE_INTERVAL = 256
 MAX_SAVED_STATES = 4  # per slot
 # Log-probabilities of prompts that all finished requests together keep, some 160 bytes each.
 MAX_SAVED_SCORES = 1 << 18
-
-
-class Grammar(Protocol):
-    """Follows a reply that must match a JSON schema; see generate/schema/grammar.py."""
-
-    @property
-    def failed(self) -> bool: ...
-
-    def accept(self, token: int) -> None: ...
-
-
-@dataclass(eq=False)
-class Request:
-    """A request that is waiting, in flight, or finished but still cached in a slot."""
-
-    number: int
-    tokens: list[int]  # the prompt, then the reply
-    prompt_length: int
-    sampling: Sampling
-    random: random.Random
-    calls: Calls
-    history: History | None = None
-    stops: StoppedReply | None = None
-    grammar: Grammar | None = None
-    cached: int = 0  # how many of the tokens are in the cache
-    reused: int = 0  # how many of the cached tokens came from another request
-    cached_before: int = 0  # how many of the tokens were in the cache before it was suspended
-    # Scores of the prompt from its second token on, if requested.
-    prompt_scores: list[Scored] = field(default_factory=list)
-    # The states of the slot, by the number of tokens after which they were saved.
-    saved_states: dict[int, list[Tensor]] = field(default_factory=dict)
-    # How many tokens the longest common beginning with another request has, if states are saved.
-    branch: int = 0
-    last_used: int = 0  # when the slot was last used, for eviction
-    spoiled: bool = False  # whether a pass has failed, so that the slot may hold anything
-    let_pass: int = 0  # tokens of shorter prompts that were read before this one
-
-    @property
-    def prefilling(self) -> bool:
-        """Whether any prompt tokens but the last are still to be read.
-
-        The last prompt token is left to the first decoding pass.
-        """
-        return self.cached < self.prompt_length - 1
-
-    @property
-    def unread(self) -> int:
-        """The number of prompt tokens that are still to be read, without the last one."""
-        return max(self.prompt_length - 1 - self.cached, 0)
-
-    @property
-    def generated(self) -> int:
-        """The number of tokens of the reply so far."""
-        return len(self.tokens) - self.prompt_length
-
-    def again(self) -> "Request":
-        """Return a request that continues this reply in another slot, with nothing cached yet."""
-        return replace(
-            self,
-            tokens=list(self.tokens),
-            cached=0,
-            cached_before=max(self.cached, self.cached_before),
-            prompt_scores=[],
-            saved_states={},
-            spoiled=False,
-        )
-
-    def release(self) -> None:
-        """Free what only a request in flight needs: a schema's automaton takes up to 20 MB."""
-        self.grammar = None
-        self.history = None
-        self.stops = None
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -190,19 +113,18 @@ class Slots:
             length = max(saved_lengths, default=0)
         return length if length >= MIN_PREFIX else 0
 
-    def _longest_prefix(self, request: Request, slots: Iterable[int]) -> tuple[int, int]:
-        """Return the slot with the longest reusable prefix, and the length of that prefix.
+    def _longest_prefix(
+        self, request: Request, donors: Iterable[Request | None]
+    ) -> tuple[Request | None, int]:
+        """Return the donor with the longest reusable prefix, and the length of that prefix.
 
-        The length is 0 if no slot has one.
+        Returns (None, 0) if no donor has one.
         """
-        longest = (0, 0)
-        for slot in slots:
-            donor = self.requests[slot]
-            if donor is None:
-                continue
-            length = self._reusable(request, donor)
+        longest: tuple[Request | None, int] = (None, 0)
+        for donor in donors:
+            length = 0 if donor is None else self._reusable(request, donor)
             if length > longest[1]:
-                longest = (slot, length)
+                longest = (donor, length)
         return longest
 
     def _branch(self, request: Request) -> int:
@@ -224,10 +146,10 @@ class Slots:
         """
         request = self.requests[slot]
         assert request is not None
-        neighbours = (other for other in range(self.active) if other != slot)
-        source, length = self._longest_prefix(request, neighbours)
-        if length > request.cached:
-            self._copy_prefix(source, slot, request, length)
+        neighbours = (other for other in self.running if other is not request)
+        donor, length = self._longest_prefix(request, neighbours)
+        if donor is not None and length > request.cached:
+            self._copy_prefix(slot, request, donor, length)
 
     def will_share(self, request: Request, donor: Request) -> bool:
         """Return whether the request could reuse more tokens once the donor's prompt is cached.
@@ -243,26 +165,12 @@ class Slots:
         usable = self.cache.cuts_anywhere or length >= first_saved
         return usable and length >= request.cached + MIN_PREFIX
 
-    def _copy_prefix(
-        self,
-        source: int,
-        target: int,
-        request: Request,
-        length: int,
-    ) -> None:
-        """Copy the first `length` tokens of slot `source` into the request's slot, `target`."""
-        donor = self.requests[source]
-        assert donor is not None
-        self.cache.copy(source, target, length)
-        self._cut(target, request, donor, length)
+    def _copy_prefix(self, slot: int, request: Request, donor: Request, length: int) -> None:
+        """Copy the donor's first `length` tokens into `slot`, where the request reuses them."""
+        self.cache.copy(self.requests.index(donor), slot, length)
+        self._cut(slot, request, donor, length)
 
-    def _cut(
-        self,
-        slot: int,
-        request: Request,
-        donor: Request,
-        length: int,
-    ) -> None:
+    def _cut(self, slot: int, request: Request, donor: Request, length: int) -> None:
         """Cut the donor's tokens in `slot` to the first `length`, which the request then reuses."""
         if length != donor.cached:
             if self.cache.cuts_anywhere:
@@ -303,9 +211,8 @@ class Slots:
         Admitting the requests therefore evicts other slots first.
         """
         for request in requests:
-            slot, length = self._longest_prefix(request, range(self.active, len(self.requests)))
-            donor = self.requests[slot]
-            if length and donor is not None:
+            donor, _ = self._longest_prefix(request, self.requests[self.active :])
+            if donor is not None:
                 donor.last_used = next(self._clock)
 
     def _take(self, request: Request) -> None:
@@ -313,28 +220,28 @@ class Slots:
         target = self.active
         if not self.cache.cuts_anywhere:
             request.branch = self._branch(request)
-        source, length = self._longest_prefix(request, range(len(self.requests)))
-        donor = self.requests[source] if length else None
+        donor, length = self._longest_prefix(request, self.requests)
         oldest = min(range(target, len(self.requests)), key=self._last_used)
-        victim = self.requests[oldest]
-        evicted_tokens = 0 if victim is None else victim.cached
-        inactive = source >= target
-        if donor is not None and inactive and donor.cached - length <= evicted_tokens:
-            # Cutting the donor's slot loses fewer tokens than evicting the oldest one.
-            self._swap(source, target)
+        if donor is not None and self._takes_over(donor, length, oldest):
+            self._swap(self.requests.index(donor), target)
             self._cut(target, request, donor, length)
         else:
             self._drop(oldest)
-            if oldest != target:
-                self._move(target, oldest)
-                self._drop(target)
-                if source == target:
-                    source = oldest
+            self._swap(oldest, target)
             if donor is not None:
                 donor.last_used = next(self._clock)
-                self._copy_prefix(source, target, request, length)
+                self._copy_prefix(target, request, donor, length)
         self.requests[target] = request
         self.active += 1
+
+    def _takes_over(self, donor: Request, length: int, oldest: int) -> bool:
+        """Return whether a request gets the donor's slot, rather than a copy of `length` tokens.
+
+        It does if the donor is finished, and cutting its slot loses no more tokens than evicting
+        slot `oldest`, which the copy would need.
+        """
+        is_finished = self.requests.index(donor) >= self.active
+        return is_finished and donor.cached - length <= self._cached(oldest)
 
     def _last_used(self, slot: int) -> int:
         """Return when a slot was last used, or 0 if it is empty."""
@@ -350,25 +257,14 @@ class Slots:
         """
         request = self.requests[slot]
         assert request is not None
-        is_reusable = request.cached >= MIN_PREFIX and not request.spoiled
-        last = self.active - 1
-        gap = max(slot, self.ready() - 1)  # the slot that the prefilling requests move up to fill
-        path = [slot] if gap == slot else [slot, gap]
-        path += range(gap + 1, last + 1)
-        contents = None
-        if is_reusable and len(path) > 1:  # the slot will be overwritten
-            contents = self.cache.take(slot, request.cached)
-        for target, source in itertools.pairwise(path):
-            self._move(source, target)
-        self.active = last
-        self.requests[last] = request if is_reusable else None
+        last_ready = max(slot, self.ready() - 1)  # `slot` itself if the request was prefilling
+        self._rotate(sorted({slot, *range(last_ready, self.active)}))
+        self.active -= 1
         request.last_used = next(self._clock)
         request.release()
+        if request.cached < MIN_PREFIX or request.spoiled:
+            self._drop(self.active)
         self._limit_scores()
-        if contents is not None:
-            self.cache.put(last, contents)
-        elif not is_reusable:
-            self.cache.clear(slice(last, last + 1))
 
     def _limit_scores(self) -> None:
         """Drop prompt scores of finished requests, the oldest first, if there are too many."""
@@ -504,10 +400,22 @@ class Slots:
         self.requests[slot] = None
         self.cache.clear(slice(slot, slot + 1))
 
-    def _move(self, source: int, target: int) -> None:
-        """Copy the contents and the request of slot `source` over those in slot `target`."""
-        self.requests[target] = self.requests[source]
-        self.cache.copy(source, target, self._cached(source))
+    def _rotate(self, path: Sequence[int]) -> None:
+        """Move what each slot of a path holds to the slot before it, and the first one's to the last.
+
+        The contents of the first slot are copied aside meanwhile.
+        """
+        first = path[0]
+        last = path[-1]
+        if first == last:
+            return
+        request = self.requests[first]
+        contents = self.cache.take(first, self._cached(first))
+        for target, source in itertools.pairwise(path):
+            self.cache.copy(source, target, self._cached(source))
+            self.requests[target] = self.requests[source]
+        self.cache.put(last, contents)
+        self.requests[last] = request
 
     def _swap(self, slot: int, other: int) -> None:
         """Exchange the contents of two slots, either of which may be empty.
@@ -515,14 +423,7 @@ class Slots:
         The slot with fewer tokens is copied aside: fresh memory for 20,000 tokens takes four times
         as long as copying them.
         """
-        if slot == other:
-            return
-        shorter, longer = sorted((slot, other), key=self._cached)
-        contents = self.cache.take(shorter, self._cached(shorter))
-        self.cache.copy(longer, shorter, self._cached(longer))
-        self.cache.put(longer, contents)
-        requests = self.requests
-        requests[slot], requests[other] = requests[other], requests[slot]
+        self._rotate(sorted((slot, other), key=self._cached))
 
     def _cached(self, slot: int) -> int:
         """Return how many tokens a slot holds."""

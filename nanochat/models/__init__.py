@@ -8,7 +8,7 @@ qwen/config.py       the shapes of models and their options
 rope.py              rotary frequencies for long contexts
 qwen/layers.py       vocabulary, norm, attention, MLP and block; functions.py has their arithmetic
 qwen/model.py        the model, with the members that model.py requires of every family
-qwen/deltanet.py     Gated DeltaNet, the recurrent layers of Qwen3.5
+qwen/deltanet.py     Gated DeltaNet, the recurrent layers of Qwen3.5; delta_rule.py has its memory
 qwen/experts.py      mixtures of experts, which replace MLPs
 qwen/int8.py         8-bit matrices for CPUs
 qwen/pretraining.py  the shape of a Qwen3 to pretrain

@@ -23,7 +23,8 @@ from nanochat import device
 from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.huggingface.folders import model_name, published_folder
 from nanochat.checkpoint_manager.huggingface.weights import check_bits
-from nanochat.common import UserError, run, tr
+from nanochat.common import UserError, tr
+from nanochat.data.command_line import run
 from nanochat.models.lora import LoraConfig
 from nanochat.models.nf4 import BITS
 from nanochat.planner import calibration, recipes, tables

@@ -13,7 +13,8 @@ from typing import Annotated
 
 import tyro
 
-from nanochat.common import UserError, log, run, tr
+from nanochat.common import UserError, log, tr
+from nanochat.data.command_line import run
 from nanochat.data.mixing import resolve_data
 from nanochat.prepare.clean import clean, take_back
 from nanochat.prepare.documents import prepare_documents

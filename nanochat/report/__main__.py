@@ -15,7 +15,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from nanochat.common import UserError, log, read_json, run, tr, write_atomic, write_json
+from nanochat.common import UserError, log, read_json, tr, write_atomic, write_json
+from nanochat.data.command_line import run
 from nanochat.report.check import main as check_run
 from nanochat.report.compare import compare, load_run, named
 from nanochat.report.curves import draw

@@ -16,8 +16,9 @@ from torch import Tensor
 from nanochat.cache import Cache
 from nanochat.context import Cached
 from nanochat.engine import Completion
+from nanochat.generate.choice import choose_among, uniform
 from nanochat.generate.reply import Calls, Finish, answer_marks
-from nanochat.generate.sampling import Sampling, check_request, choose_among, sample_seeds, uniform
+from nanochat.generate.sampling import Sampling, check_request, sample_seeds
 from nanochat.model import Model
 from nanochat.tokenizer import Tokenizer
 

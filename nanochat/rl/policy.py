@@ -20,7 +20,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat.common import Rare, UserError, tr
+from nanochat.common import UserError, tr
+from nanochat.data.command_line import Rare
 from nanochat.rl.trees import TREE, model_arguments
 
 Average = Literal["token", "reply", "limit"]

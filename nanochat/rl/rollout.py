@@ -28,7 +28,7 @@ from nanochat.rl.policy import (
 )
 from nanochat.rl.rewards import Rewarded
 from nanochat.rl.sampler import Reference
-from nanochat.rl.trees import APART, TREE, Sample, most_passes, pack
+from nanochat.rl.trees import SUMMED, TREE, Sample, most_passes, pack
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
@@ -56,12 +56,11 @@ class Figures:
 class Rollouts:
     """One rank's training batches of a step, with statistics over all ranks."""
 
-    # inputs, targets, weights and, for losses with ratios, sampled and copies, (b, T) each; for
-    # trees, the tensors that trees.pack() returns
+    # inputs, targets and extras, (b, T) each; for trees as trees.pack() says
     micro_batches: list[tuple[Tensor, ...]]
     num_targets: int  # tokens that are trained, over all ranks
     measured: Figures
-    # the names of the tensors in a micro-batch after inputs and targets
+    # the names of the extras; "sampled" and "copies" are for losses with ratios
     extras: tuple[str, ...] = ("weights",)
 
     def __str__(self) -> str:
@@ -388,12 +387,12 @@ def _batches(
     if not trees:
         batches = _rows(merged(samples), device_batch_size, pad, compute)
         return [tensors[: 2 + len(extras)] for tensors in batches], extras
-    apart = APART[policy.loss]
-    if apart == "replies":
+    summed = SUMMED[policy.loss]
+    if summed == "same reply":
         samples = merged(samples)
         extras += ("replies",)
-    batches = pack(samples, device_batch_size, pad, compute, apart, sampled=ratios)
-    return batches, extras + TREE
+    extras += TREE
+    return pack(samples, device_batch_size, pad, compute, summed, extras), extras
 
 
 def merged(samples: Sequence[Sample]) -> list[Sample]:

@@ -33,14 +33,17 @@ TARGET_GRAIN = 64
 ROUNDING_ERROR = 1e-9  # a sum of weights up to this is 0
 IGNORED = -1  # a target that is not trained
 
-# Which targets with the same position and token are kept apart instead of summed: none of them,
-# targets whose weights differ in sign, or targets of different replies.
-Apart = Literal["none", "signs", "replies"]
-# The index in the tree of the token that predicts the target, the target's token, and a number that
-# keeps apart targets that are not summed: the sign of the weight, or the index of the reply.
-Target = tuple[int, int, int]
-# Losses with ratios have figures that count targets even if their weights would cancel out.
-APART: dict[str, Apart] = {"reinforce": "none", "cispo": "signs", "ppo": "signs", "gspo": "replies"}
+# Where several replies have the same token at the same place of a tree, one target can train it with
+# the sum of their weights: of all of them, of those with the same sign, or of one reply only.
+Summed = Literal["all", "same sign", "same reply"]
+# A clipped ratio is linear only in weights of one sign, and GSPO's ratio is that of a whole reply.
+# CISPO is linear, but its figures count targets even if their weights would cancel out.
+SUMMED: dict[str, Summed] = {
+    "reinforce": "all",
+    "cispo": "same sign",
+    "ppo": "same sign",
+    "gspo": "same reply",
+}
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,14 @@ def model_arguments(extras: Mapping[str, Tensor]) -> dict[str, Any]:
 # --- growing -------------------------------------------------------------------------------------
 
 
+class Target(NamedTuple):
+    """A token that is trained after a place of a tree; replies with equal targets share it."""
+
+    place: int  # the index in the tree of the token that predicts it
+    token: int
+    group: int  # 0; or whether the weight is positive; or the index of the reply; see Summed
+
+
 @dataclass
 class TargetSums:
     """The weight and the number of copies of a target, summed over the replies that share it."""
@@ -164,7 +175,7 @@ class GrowingTree:
     targets: dict[Target, TargetSums] = field(default_factory=dict)
     replies: int = 0  # number of replies that were added
 
-    def add(self, sample: Sample, apart: Apart) -> list[Target]:
+    def add(self, sample: Sample, summed: Summed) -> list[Target]:
         """Add a reply, and return the targets of its tokens.
 
         Only targets with a nonzero weight are added to `targets`.
@@ -174,7 +185,7 @@ class GrowingTree:
         reply = sample.completion
         of_tokens = zip(reply.tokens, sample.weights, reply.logprobs, sample.copies, strict=True)
         for token, weight, logprob, copies in of_tokens:
-            target = (place, token, self._bucket(weight, apart))
+            target = Target(place, token, self._group(weight, summed))
             path.append(target)
             if weight:
                 sums = self.targets.setdefault(target, TargetSums(0.0, logprob, 0.0))
@@ -184,11 +195,11 @@ class GrowingTree:
         self.replies += 1
         return path
 
-    def _bucket(self, weight: float, apart: Apart) -> int:
-        """Return the last entry of a Target, which differs between targets that are not summed."""
-        if apart == "replies":
+    def _group(self, weight: float, summed: Summed) -> int:
+        """Return the group of a target of the reply that is being added."""
+        if summed == "same reply":
             return self.replies
-        return int(weight > 0) if apart == "signs" else 0
+        return int(weight > 0) if summed == "same sign" else 0
 
     def _child(self, place: int, token: int) -> int:
         """Return the place of a token that follows `place`, adding it to the tree if necessary."""
@@ -208,8 +219,8 @@ class GrowingTree:
             if abs(sums.weight) > ROUNDING_ERROR
         }
         needed = [False] * len(self.tokens)
-        for place, _, _ in targets:
-            needed[place] = True
+        for target in targets:
+            needed[target.place] = True
         for place in range(len(self.tokens) - 1, 0, -1):
             if needed[place]:
                 needed[self.parents[place]] = True
@@ -219,14 +230,14 @@ class GrowingTree:
             [self.tokens[place] for place in places],
             [new_places[self.parents[place]] for place in places],
             targets={
-                (new_places[place], token, bucket): sums
-                for (place, token, bucket), sums in targets.items()
+                target._replace(place=new_places[target.place]): sums
+                for target, sums in targets.items()
             },
             replies=self.replies,
         )
 
 
-def _plant(samples: Sequence[Sample], apart: Apart) -> list[tuple[GrowingTree, list[Target]]]:
+def _plant(samples: Sequence[Sample], summed: Summed) -> list[tuple[GrowingTree, list[Target]]]:
     """Return, for each sample, its tree and the targets of its tokens in that tree.
 
     All replies in a tree have the same prompt. A new tree begins if the last one for this prompt
@@ -241,7 +252,7 @@ def _plant(samples: Sequence[Sample], apart: Apart) -> list[tuple[GrowingTree, l
             prompt = list(sample.prompt)
             tree = GrowingTree(prompt, [0, *range(len(prompt) - 1)])
             latest[key] = tree
-        planted.append((tree, tree.add(sample, apart)))
+        planted.append((tree, tree.add(sample, summed)))
     return planted
 
 
@@ -249,10 +260,10 @@ def _distinct(planted: Sequence[tuple[GrowingTree, list[Target]]]) -> list[Growi
     return list({id(tree): tree for tree, _ in planted}.values())
 
 
-def grow(samples: Sequence[Sample], apart: Apart) -> list[GrowingTree]:
+def grow(samples: Sequence[Sample], summed: Summed) -> list[GrowingTree]:
     """Return the pruned trees of all samples, leaving out trees that have no target to train."""
     trained = [sample for sample in samples if any(sample.weights)]
-    trees = [tree.pruned() for tree in _distinct(_plant(trained, apart))]
+    trees = [tree.pruned() for tree in _distinct(_plant(trained, summed))]
     return [tree for tree in trees if tree.targets]
 
 
@@ -268,16 +279,17 @@ def logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[
     every_token = [
         replace(sample, weights=[1.0] * len(sample.completion.tokens)) for sample in samples
     ]
-    planted = _plant(every_token, "none")
+    planted = _plant(every_token, "all")
     rows, row_tokens = _pack_rows(_distinct(planted))
     losses: dict[tuple[int, Target], float] = {}
     height = max(PASS_TOKENS // row_tokens // ROW_GRAIN, 1) * ROW_GRAIN
     for first in range(0, len(rows), height):
         pass_rows = rows[first : first + height]
-        tensors = _pass_tensors(pass_rows, row_tokens, height, 0, "none", sampled=False)
-        inputs, targets, _, *tree_tensors = (tensor.to(compute.device) for tensor in tensors)
+        tensors = _pass_tensors(pass_rows, row_tokens, height, pad=0)
+        names = ("inputs", "targets", *TREE)
+        inputs, targets, *of_tree = (tensors[name].to(compute.device) for name in names)
         module = cast(nn.Module, model)
-        pass_losses = module(inputs, targets, "none", context=Tree(*tree_tensors)).tolist()
+        pass_losses = module(inputs, targets, "none", context=Tree(*of_tree)).tolist()
         keys = [(id(tree), target) for row in pass_rows for tree in row for target in tree.targets]
         losses |= zip(keys, pass_losses, strict=False)  # the remaining targets are padding
     return [[-losses[id(tree), target] for target in path] for tree, path in planted]
@@ -287,26 +299,31 @@ def logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[
 
 
 def pack(
-    samples: Sequence[Sample], replies: int, pad: int, compute: Compute, apart: Apart, sampled: bool
+    samples: Sequence[Sample],
+    replies: int,
+    pad: int,
+    compute: Compute,
+    summed: Summed,
+    extras: Sequence[str],
 ) -> list[tuple[Tensor, ...]]:
-    """Return the tensors of each pass over the samples, which are arranged as trees.
+    """Return inputs, targets and `extras` of each pass over the samples, arranged as trees.
 
-    A pass has the tensors inputs, targets and weights, and finally the tensors of a context.Tree.
-    With `sampled`, the sampler's log-probabilities and the copies of each target come before the
-    Tree. `apart` says which weights must not be summed because the loss is not linear in them; for
-    "replies", the index of each target's reply comes before the Tree too.
+    The extras are `weights`; `sampled`, the sampler's log-probabilities; `copies`, the number of
+    replies for which each target is trained; `replies`, the index of each target's reply if
+    `summed` is "same reply"; and the names in TREE.
 
     A pass has at most as many tokens as `replies` rows of the longest sample, or a single row.
     Every rank gets the same number of passes.
     """
-    rows, row_tokens = _pack_rows(grow(samples, apart))
+    rows, row_tokens = _pack_rows(grow(samples, summed))
     longest = max((sample.length for sample in samples), default=1)
     most_rows = max(replies * longest // row_tokens, 1)
     packed = []
     for number in range(most_passes(len(rows), most_rows, compute)):
         pass_rows = rows[number * most_rows : (number + 1) * most_rows]
-        tensors = _pass_tensors(pass_rows, row_tokens, most_rows, pad, apart, sampled)
-        packed.append(tuple(device.pin(tensor, compute) for tensor in tensors))
+        tensors = _pass_tensors(pass_rows, row_tokens, most_rows, pad)
+        names = ("inputs", "targets", *extras)
+        packed.append(tuple(device.pin(tensors[name], compute) for name in names))
     return packed
 
 
@@ -348,21 +365,16 @@ class PassTarget(NamedTuple):
     weight: float
     logprob: float
     copies: float
-    reply: int  # the index of the reply in the pass, if targets are kept apart by replies
+    reply: int  # the index of the reply in the pass, if groups are replies
 
 
 PADDING = PassTarget(0, IGNORED, 0.0, 0.0, 0.0, 0)
 
 
 def _pass_tensors(
-    rows: Sequence[Sequence[GrowingTree]],
-    row_tokens: int,
-    most_rows: int,
-    pad: int,
-    apart: Apart,
-    sampled: bool,
-) -> list[Tensor]:
-    """Return the tensors of one pass, in the order that pack() describes."""
+    rows: Sequence[Sequence[GrowingTree]], row_tokens: int, most_rows: int, pad: int
+) -> dict[str, Tensor]:
+    """Return the tensors of one pass by name: inputs, targets, and all extras of pack()."""
     height = min(max(-(-len(rows) // ROW_GRAIN), 1) * ROW_GRAIN, most_rows)
     inputs = np.full((height, row_tokens), pad, dtype=np.int64)
     parents = np.tile(np.arange(row_tokens), (height, 1))
@@ -377,28 +389,33 @@ def _pass_tensors(
             parents[number, start:end] = np.array(tree.parents) + start
             _see_ancestors(visible[number], tree.parents, start)
             first = number * row_tokens + start
-            for (place, token, bucket), sums in tree.targets.items():
-                target = PassTarget(
-                    position=first + place,
-                    token=token,
+            for target, sums in tree.targets.items():
+                pass_target = PassTarget(
+                    position=first + target.place,
+                    token=target.token,
                     weight=sums.weight,
                     logprob=sums.logprob,
                     copies=sums.copies,
-                    reply=replies_before + bucket,
+                    reply=replies_before + target.group,
                 )
-                targets.append(target)
+                targets.append(pass_target)
             start = end
             replies_before += tree.replies
     count = max(-(-len(targets) // TARGET_GRAIN), 1) * TARGET_GRAIN
     targets += [PADDING] * (count - len(targets))
     columns = [torch.tensor(column) for column in zip(*targets, strict=True)]
-    positions, tokens, weights, sampler_logprobs, copies, replies = columns
-    tensors: list[Any] = [torch.from_numpy(inputs), tokens, weights]
-    if sampled:
-        tensors += [sampler_logprobs, copies]
-    if apart == "replies":
-        tensors.append(replies)
-    return [*tensors, torch.from_numpy(parents), torch.from_numpy(visible), positions]
+    positions, tokens, weights, sampled, copies, replies = columns
+    return {
+        "inputs": torch.from_numpy(inputs),
+        "targets": tokens,
+        "weights": weights,
+        "sampled": sampled,
+        "copies": copies,
+        "replies": replies,
+        "parents": torch.from_numpy(parents),
+        "seen": torch.from_numpy(visible),
+        "targets_at": positions,
+    }
 
 
 def _see_ancestors(visible: np.ndarray, parents: Sequence[int], start: int) -> None:

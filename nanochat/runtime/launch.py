@@ -31,7 +31,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import parse_args, run
 
-from nanochat.common import LAUNCHED, note_end, tr, with_rank
+from nanochat.common import tr
+from nanochat.data.command_line import LAUNCHED, note_end, with_rank
 
 LOOPBACK = "127.0.0.1"
 MEETING_SECONDS = 60

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed.distributed_c10d as c10d
 
-from nanochat.common import UserError, log, note_end, tr, with_rank
+from nanochat.common import UserError, log, tr
+from nanochat.data.command_line import note_end, with_rank
 from nanochat.data.library_words import in_words
 from nanochat.device import Compute, with_compute
 from nanochat.runtime import signals

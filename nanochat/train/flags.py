@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 from nanochat import schedule
 from nanochat.checkpoint_manager.parts.model import Files
-from nanochat.common import Free as Free
-from nanochat.common import Rare as Rare
-from nanochat.common import UserError, log, tr, values_of, warn
+from nanochat.common import UserError, log, tr, warn
+from nanochat.data.command_line import Free as Free
+from nanochat.data.command_line import Rare as Rare
+from nanochat.data.command_line import values_of
 from nanochat.data.mixing import resolve_data
 from nanochat.data.sources.listing import name_of
 from nanochat.dataloader import Source, split_rows

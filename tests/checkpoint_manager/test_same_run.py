@@ -14,7 +14,8 @@ from nanochat.checkpoint_manager.same_run import (
     free_flags,
     warn_of_unknown_matmul,
 )
-from nanochat.common import Free, UserError
+from nanochat.common import UserError
+from nanochat.data.command_line import Free
 from nanochat.runtime import fingerprint
 from tests.support.tiny_model import on_cpu
 

@@ -39,10 +39,12 @@ def expanded(template: str, messages: Messages) -> str:
 def test_chatml_with_the_publishers_system_message(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, CHATML)
     chats = chat_lines(tokenizer)
-    assert chats and tokenizer.template and chats.system == "Be kind."
+    assert chats and tokenizer.chat_format.template and chats.system == "Be kind."
     for messages in ([{"role": "user", "content": "a"}], [{"role": "system", "content": "b"}]):
         default = [] if messages[0]["role"] == "system" else [{"role": "system", "content": chats.system}]
-        assert expanded(chats.template, [*default, *messages]) == tokenizer.template.render(messages, reply=True)
+        assert expanded(chats.template, [*default, *messages]) == tokenizer.chat_format.template.render(
+            messages, reply=True
+        )
     (tmp_path / "generation_config.json").write_text(
         '{"eos_token_id": 302, "temperature": 0.7, "repetition_penalty": 1.05}'
     )
@@ -54,9 +56,9 @@ def test_chatml_with_the_publishers_system_message(tmp_path: Path) -> None:
 def test_llama3_without_a_system_message(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, LLAMA3)
     chats = chat_lines(tokenizer)
-    assert chats and tokenizer.template and not chats.system
+    assert chats and tokenizer.chat_format.template and not chats.system
     messages = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user")]
-    assert expanded(chats.template, messages) == tokenizer.template.render(messages, reply=True)
+    assert expanded(chats.template, messages) == tokenizer.chat_format.template.render(messages, reply=True)
     assert chats.template == FORMATS[1].template()
 
 

@@ -7,7 +7,8 @@ import torch
 
 from nanochat.common import UserError
 from nanochat.generate.adjust import History, adjuster
-from nanochat.generate.sampling import Sampling, check_request, choose
+from nanochat.generate.choice import choose
+from nanochat.generate.sampling import Sampling, check_request
 
 NONE = torch.tensor([], dtype=torch.long)
 V = 40

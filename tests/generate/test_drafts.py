@@ -10,8 +10,8 @@ from nanochat.common import UserError
 from nanochat.engine import Completion, Engine
 from nanochat.generate import drafts
 from nanochat.generate.drafts import Drafts, Ngrams, SmallerModel, check_tokenizer
+from nanochat.generate.request import Request
 from nanochat.generate.sampling import Sampling, sample_settings
-from nanochat.generate.slots import Request
 from nanochat.gpt import GPT
 from tests.support.recurrent_model import Recurrent
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer, words

@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from nanochat.generate.sampling import Sampling, chat_drawing, choose, choose_among, likeliest, uniform
+from nanochat.generate.choice import choose, choose_among, likeliest, uniform
+from nanochat.generate.sampling import Sampling, chat_drawing
 from nanochat.platforms.operations import Operations
 
 NONE = torch.tensor([], dtype=torch.long)

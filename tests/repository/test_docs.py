@@ -15,7 +15,8 @@ from urllib.parse import unquote
 
 from markdown_it import MarkdownIt
 
-from nanochat import common
+from nanochat.common import UserError
+from nanochat.data import command_line
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHELL = ("bash", "sh", "shell")
@@ -185,10 +186,10 @@ def parse_problem(module: str, arguments: list[str]) -> str | None:
     if not inspect.isclass(config):
         return f"{module} has no Config, so it cannot be launched"
     try:
-        common.parse(config, arguments)
+        command_line.parse(config, arguments)
     except SystemExit as refusal:
         return f"{module} refuses {shlex.join(arguments)}" if refusal.code else None
-    except common.UserError as refusal:
+    except UserError as refusal:
         return f"{module} refuses {shlex.join(arguments)}: {refusal}"
     return None
 

@@ -10,7 +10,8 @@ import polib
 import pytest
 
 from dev.messages import CATALOGUE, ROOT, helps, missing_helps, problems, source_files, templates
-from nanochat.common import language, run
+from nanochat.common import language
+from nanochat.data.command_line import run
 from nanochat.data.corpora import resolve
 
 

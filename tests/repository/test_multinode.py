@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.common import parse
+from nanochat.data.command_line import parse
 from nanochat.runtime.tracking import read_metrics
 from scripts import base_train
 from tests.support.small_world import make_corpus

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nanochat.common import parse, values_of
+from nanochat.data.command_line import parse, values_of
 from nanochat.gpt import GPTConfig
 from nanochat.planner.presets import PRESETS
 from nanochat.planner.work import size_of

@@ -131,17 +131,17 @@ def test_replies_share_their_beginning_and_targets_that_cancel_are_left_out() ->
         sample(prompt, [7, 8, 10, 11], -0.25),
         sample(prompt, [7, 8, 10, 11], -0.25),
     ]
-    (tree,) = trees.grow(given, "none")
+    (tree,) = trees.grow(given, "all")
     assert tree.tokens == [*prompt, 7, 8, 10] and tree.parents == [0, 0, 1, 2, 3, 4, 5, 6]
     assert {(place, token): sums.weight for (place, token, _), sums in tree.targets.items()} == {
         (6, 9): 0.5, (6, 10): -0.5, (7, 11): -0.5,
     }  # fmt: skip
-    (apart,) = trees.grow(given, "signs")
+    (apart,) = trees.grow(given, "same sign")
     assert {key: sums.weight for key, sums in apart.targets.items()} == {
         (4, 7, True): 0.5, (4, 7, False): -0.5, (5, 8, True): 0.5, (5, 8, False): -0.5,
         (6, 9, True): 0.5, (6, 10, False): -0.5, (7, 11, False): -0.5,
     }  # fmt: skip
-    (replies,) = trees.grow(given, "replies")
+    (replies,) = trees.grow(given, "same reply")
     assert {key: sums.weight for key, sums in replies.targets.items() if key[0] > 5} == {
         (6, 9, 0): 0.5, (6, 10, 1): -0.25, (7, 11, 1): -0.25, (6, 10, 2): -0.25, (7, 11, 2): -0.25,
     }  # fmt: skip
@@ -168,8 +168,8 @@ def test_tokens_of_replies_are_as_likely_in_trees_as_alone(
 
 
 def test_a_step_without_anything_to_train_has_no_pass() -> None:
-    assert pack([], 8, TOKENIZER.bos, on_cpu(), apart="none", sampled=False) == []
-    assert pack([sample(words(5, 1), [7], 0.0)], 8, TOKENIZER.bos, on_cpu(), apart="none", sampled=False) == []
+    for samples in ([], [sample(words(5, 1), [7], 0.0)]):
+        assert pack(samples, 8, TOKENIZER.bos, on_cpu(), "all", extras=("weights", *trees.TREE)) == []
 
 
 class Rows(GPT):

@@ -16,7 +16,8 @@ import pytest
 from nanochat.checkpoint_manager.files import read_meta, step_dir
 from nanochat.checkpoint_manager.load import Loaded
 from nanochat.checkpoint_manager.locate import checkpoint_dir
-from nanochat.common import UserError, parse
+from nanochat.common import UserError
+from nanochat.data.command_line import parse
 from nanochat.device import compute_init
 from nanochat.generate.sampling import Sampling
 from nanochat.serve.address import listen

@@ -5,7 +5,8 @@ import signal
 import time
 from dataclasses import dataclass
 
-from nanochat import common
+from nanochat.common import UserError
+from nanochat.data import command_line
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,13 @@ def main(cfg: Config) -> None:
     if whom not in ("all", os.environ["RANK"]):
         time.sleep(600)  # the launcher ends this rank
     if whom == "1":
-        common.RANK_0_SECONDS = 0
+        command_line.RANK_0_SECONDS = 0
     if fault == "refuse":
-        raise common.UserError("depth must be a multiple of 3, got 4; write --depth=3")
+        raise UserError("depth must be a multiple of 3, got 4; write --depth=3")
     if fault == "bug":
         raise ZeroDivisionError("one too many")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    common.run(main, Config)
+    command_line.run(main, Config)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from nanochat.checkpoint_manager.same_run import OLD_FLAGS, RunSettings
-from nanochat.common import UserError, flags_of, parse
+from nanochat.common import UserError
+from nanochat.data.command_line import flags_of, parse
 from nanochat.train.flags import ABOVE_ZERO, LEAST, ChatFlags, Epochs, ScheduleFlags, StageFlags
 from scripts import base_train, chat_rl, chat_sft, finetune, mid_train
 from tests.support.flags import configured

@@ -12,14 +12,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from nanochat.checkpoint_manager.huggingface.segments import BEGIN, CLOSE
 from nanochat.common import UserError, tr
 from nanochat.data.conversation import Conversation, Message, user
 
-# Private-use characters around the index of a message. FolderTokenizer replaces them in the texts.
-OPEN_MARK, CLOSE_MARK = "\ue002", "\ue001"
 # The names under which templates look for the reasoning of the assistant.
 REASONING = ("reasoning_content", "reasoning", "thinking")
-_MARK = re.compile(f"{OPEN_MARK}(\\d+){CLOSE_MARK}")
+_MARK = re.compile(f"{BEGIN}(\\d+){CLOSE}")  # with the index of a message
 # The marks around thoughts, of families of models.
 THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 OPENING = f"{THOUGHT_MARKS[0][0]}\n"  # begins thoughts
@@ -148,7 +147,7 @@ def _short_id(call_id: str) -> str:
 
 def mark(index: int) -> str:
     """Return the mark of the message with an index."""
-    return f"{OPEN_MARK}{index}{CLOSE_MARK}"
+    return f"{BEGIN}{index}{CLOSE}"
 
 
 def template_message(

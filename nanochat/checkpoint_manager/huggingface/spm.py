@@ -9,7 +9,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
+
+from nanochat.checkpoint_manager.huggingface.segments import Segment
 
 SPACE = "▁"  # stands for a space in the spelling of a token
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # the spelling of a token that is one byte
@@ -18,14 +20,6 @@ FIRST_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 BYTES = {"type": "ByteFallback"}
 DECODERS = (SPACES, BYTES, {"type": "Fuse"}, FIRST_SPACE)
 PRE_TOKENIZERS = ("Metaspace", "Split")
-
-
-class Segment(NamedTuple):
-    """A part of a rendered conversation: a special token, or text between two of them."""
-
-    text: str
-    token: int | None  # None: the segment is ordinary text
-    trained: bool
 
 
 class SentencePieces:

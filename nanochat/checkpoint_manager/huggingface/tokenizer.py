@@ -1,20 +1,21 @@
 """Gives the tokenizer of a published model the interface of our own tokenizer.
 
-The tokenizer is read from tokenizer.json. The chat template turns conversations into text.
+The tokenizer is read from tokenizer.json. The chat template turns conversations into text; see
+chat_format.py.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from nanochat.checkpoint_manager.huggingface import answers
+from nanochat.checkpoint_manager.huggingface.chat_format import QUESTION, ChatFormat, plain_message
 from nanochat.checkpoint_manager.huggingface.folders import COMPANIONS, read_object, refuse_pointer
 from nanochat.checkpoint_manager.huggingface.generation import (
     add_end,
@@ -22,13 +23,7 @@ from nanochat.checkpoint_manager.huggingface.generation import (
     sampling_defaults,
 )
 from nanochat.checkpoint_manager.huggingface.quantised import drop_setting
-from nanochat.checkpoint_manager.huggingface.spm import Segment
-from nanochat.checkpoint_manager.huggingface.template import (
-    ChatTemplate,
-    Messages,
-    chatml,
-    read_source,
-)
+from nanochat.checkpoint_manager.huggingface.segments import BEGIN, END, Segment, SpecialTokens
 from nanochat.checkpoint_manager.huggingface.vocabulary import read_vocabulary
 from nanochat.common import UserError, fsync_path, sha256_of, tr
 from nanochat.data.bpe import letters_for_bytes
@@ -50,16 +45,6 @@ ROWLESS = (
     "user_end",
     "assistant_start",
 )
-# Private-use characters that mark parts of a rendered text. If a user spells out a special token,
-# the rendered text has the token's index in _replaced between OPEN and CLOSE in its place. The
-# assistant's words are between BEGIN and END. If a text contains these characters itself, they are
-# replaced in the same way.
-OPEN, CLOSE, BEGIN, END = "\ue000", "\ue001", "\ue002", "\ue003"
-
-
-def _message(role: str, text: str) -> dict[str, str]:
-    """Return a message in the form that chat templates expect."""
-    return {"role": role, "content": text}
 
 
 class FolderTokenizer:
@@ -69,7 +54,8 @@ class FolderTokenizer:
     vocabulary. `bos` is the token that begins a text: the publisher's own or, for lack of one, the
     token that ends a document or a reply. `adds_bos` says whether the publisher's tokenizer puts
     `bos` before plain texts. `stops` are the tokens that end a reply. `strips_space` says whether a
-    text is decoded without the space in front of its first word.
+    text is decoded without the space in front of its first word. `specials` are the special tokens,
+    as a dict from spelling to ID.
     """
 
     marks_begin = False  # a conversation begins with its template's first token
@@ -106,20 +92,20 @@ class FolderTokenizer:
         self.vocab_size = vocab_size
         self.hash = sha256_of(path)
         self._names = self._read_names()
+        self.chat_format = ChatFormat(folder, self._names)
         ends = [self._names.get(name, "") for name in ("bos_token", "eos_token")]
-        chats = " ".join([self.template_source or "", *ends])
+        chats = " ".join([self.chat_format.source or "", *ends])
         vocabulary = read_vocabulary(path, vocab_size, chats)
         self._tokenizer = vocabulary.tokenizer
         self._pieces = vocabulary.sentence_pieces
         self._added = vocabulary.added
-        self._specials = vocabulary.specials
-        longest_first = sorted(self._specials, key=len, reverse=True)
-        self._split = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.specials = vocabulary.specials
+        self._special_tokens = SpecialTokens(vocabulary.specials)
         self._last = vocabulary.last
         self.stops = self._read_stops()
         bos_candidates = (
             self.named("bos_token"),
-            self._specials.get("<|endoftext|>"),
+            self.specials.get("<|endoftext|>"),
             min(self.stops),
         )
         self.bos = next(token for token in bos_candidates if token is not None)
@@ -166,7 +152,7 @@ class FolderTokenizer:
         """
         # Tokens beyond the embedding are left out, because the model cannot choose them.
         stops = set(listed_ends(self.folder)).intersection(range(self.vocab_size))
-        ends_of_turn = [self._specials.get(spelling) for spelling in ENDS_OF_TURN]
+        ends_of_turn = [self.specials.get(spelling) for spelling in ENDS_OF_TURN]
         named = (self.named("eos_token"), *ends_of_turn)
         stops.update(token for token in named if token is not None)
         if not stops:
@@ -187,124 +173,45 @@ class FolderTokenizer:
         """
         return sampling_defaults(self.folder)
 
-    @property
-    def template_source(self) -> str | None:
-        """The Jinja source of the model's chat template, or None if there is none.
-
-        Raises UserError if the template cannot be read.
-        """
-        return read_source(self.folder)
-
     @cached_property
     def chat_hash(self) -> str:
         """A hash of what makes tokens of a conversation: vocabulary, template, names and ends."""
-        facts = (self.hash, self.template_source, sorted(self._names.items()), sorted(self.stops))
+        facts = (
+            self.hash,
+            self.chat_format.source,
+            sorted(self._names.items()),
+            sorted(self.stops),
+        )
         return sha256(repr(facts).encode()).hexdigest()
 
-    @cached_property
-    def template(self) -> ChatTemplate | None:
-        """The model's chat template; None: there is none, and ChatML is used."""
-        source = self.template_source
-        return None if source is None else ChatTemplate(source, self._names, str(self.folder))
-
-    @cached_property
-    def takes_system(self) -> bool:
-        """Whether the chat template writes a system message as such, in prompts and in whole chats.
-
-        False if the template fails on it, drops it, or puts its text into the user's turn, before
-        the user's own text and a blank line. Mistral's templates do so in the last message only.
-        """
-        rest = (_message("user", "Q"), _message("assistant", "A"))
-        for turns, reply in ((rest[:1], True), (rest, False)):
-            text = self._tried([_message("system", "a_rule"), *turns], reply)
-            merged = self._tried([_message("user", "a_rule\n\nQ"), *turns[1:]], reply)
-            if "a_rule" not in text or text == merged:
-                return False
-        return True
-
-    @cached_property
-    def takes_tools(self) -> bool:
-        """Whether the chat template tells the model which functions it may call."""
-        question = [_message("user", "Q")]
-        return "a_tool" in self._tried(question, reply=True, tools=[answers.PROBE_TOOL])
-
-    @cached_property
-    def takes_calls(self) -> bool:
-        """Whether the chat template writes calls of functions and their results."""
-        return "a_tool" in self._written_call and "a_result" in self._written_call
-
-    @cached_property
-    def _takes_results(self) -> bool:
-        """Whether the chat template writes results, be it only of calls that are given as text.
-
-        SmolLM3's template has such a form. A template that writes any name of a role has none.
-        """
-        if self.takes_calls:
-            return True
-        chat = [_message("user", "Q"), _message("assistant", "A"), answers.PROBE_CHAT[-1]]
-        names_role = re.search("[\"']tool[\"']", self.template_source or "")
-        return names_role is not None and "a_result" in self._tried(chat, reply=True)
-
-    @cached_property
-    def call_format(self) -> str | None:
-        """The form in which the chat template writes calls, if the server reads that form."""
-        if not self.takes_tools or not self.takes_calls:
-            return None
-        prompt = self._tried(answers.PROBE_CHAT[:1], reply=True)
-        return answers.call_format(self._written_call.removeprefix(prompt))
-
-    @cached_property
-    def thought_marks(self) -> tuple[str, str] | None:
-        """The marks around the thoughts of the model, or None if its template knows none."""
-        source = self.template_source or ""
-        return next((marks for marks in answers.THOUGHT_MARKS if marks[1] in source), None)
-
-    @cached_property
-    def thinks_by_default(self) -> bool | None:
-        """Whether the model thinks if a request leaves out the template's `enable_thinking`.
-
-        None if the template writes the same prompt with true and with false, or fails: then there
-        is no switch.
-        """
-        if "enable_thinking" not in (self.template_source or ""):
-            return None
-        question = [_message("user", "Q")]
-        try:
-            without = self._text(question, reply=True, enable_thinking=False)
-            if self._text(question, reply=True, enable_thinking=True) == without:
-                return None
-            return self._text(question, reply=True) != without
-        except UserError:
-            return None
-
-    @cached_property
-    def _written_call(self) -> str:
-        """What the chat template writes for a call and its result; empty if it refuses them."""
-        return self._tried(answers.PROBE_CHAT, reply=True)
-
-    @cached_property
-    def _takes_one_call(self) -> bool:
-        """Whether the chat template writes one call of a reply and no second one, as Llama's."""
-        return self.takes_calls and "b_tool" not in self._tried(answers.PROBE_CALLS, reply=True)
-
-    @cached_property
-    def takes_reasoning(self) -> bool:
-        """Whether the chat template writes the reasoning of the last reply."""
-        reply = {**_message("assistant", "A"), **dict.fromkeys(answers.REASONING, "a_reason")}
-        return "a_reason" in self._tried([_message("user", "Q"), reply], reply=False)
-
-    @cached_property
-    def _opening(self) -> str:
-        """What the chat template writes before a reply, such as <|im_start|>assistant."""
-        question = [_message("user", "Q")]
-        return self._text(question, reply=True).removeprefix(self._text(question, reply=False))
-
-    # --- text ------------------------------------------------------------------------------------
+    # --- what the chat template can write; see ChatFormat ----------------------------------------
 
     @property
-    def specials(self) -> dict[str, int]:
-        """The special tokens, as a dict from spelling to ID."""
-        return self._specials
+    def takes_system(self) -> bool:
+        """Whether conversations may begin with a system message."""
+        return self.chat_format.takes_system
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether a prompt may name the functions that the model may call."""
+        return self.chat_format.takes_tools
+
+    @property
+    def call_format(self) -> str | None:
+        """The form of the model's calls of functions, or None if the server does not read it."""
+        return self.chat_format.call_format
+
+    @property
+    def thought_marks(self) -> tuple[str, str] | None:
+        """The marks around the model's thoughts, or None if it has none."""
+        return self.chat_format.thought_marks
+
+    @property
+    def thinks_by_default(self) -> bool | None:
+        """Whether the model thinks unless it is told not to, or None if there is no switch."""
+        return self.chat_format.thinks_by_default
+
+    # --- text ------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text.
@@ -330,10 +237,11 @@ class FolderTokenizer:
     @cached_property
     def _before_reply(self) -> tuple[str, bool]:
         """The white space that the template writes before a reply, and whether it follows a mark."""
-        question, answer = _message("user", "Q"), _message("assistant", "an_answer")
-        prompt = self._text([question], reply=True)
-        after_mark = any(prompt.endswith(text) for text in self._specials)
-        following = self._text([question, answer], reply=False).removeprefix(prompt)
+        prompt = self.chat_format.text([QUESTION], reply=True)
+        after_mark = any(prompt.endswith(text) for text in self.specials)
+        following = self.chat_format.text(
+            [QUESTION, plain_message("assistant", "an_answer")], reply=False
+        ).removeprefix(prompt)
         space = following.partition("an_answer")[0]
         return "" if space.strip() else space, after_mark
 
@@ -416,8 +324,8 @@ class FolderTokenizer:
         roles["assistant_end"] = self._end_of_turn()
         for role in (*ROWLESS, "assistant_end"):
             spelling = f"<|{role}|>"
-            if spelling in self._specials:
-                roles[role] = self._specials[spelling]
+            if spelling in self.specials:
+                roles[role] = self.specials[spelling]
         return roles
 
     def _end_of_turn(self) -> int:
@@ -426,83 +334,15 @@ class FolderTokenizer:
         It is the first of ENDS_OF_TURN that the chat template has, else the publisher's eos_token,
         and else the first token of generation_config.json.
         """
-        template = self.template_source
+        template = self.chat_format.source
         for spelling in ENDS_OF_TURN:
-            end = self._specials.get(spelling)
+            end = self.specials.get(spelling)
             if end is not None and (template is None or spelling in template):
                 return end
         eos = self.named("eos_token")
         return min(self.stops) if eos is None else eos
 
     # --- conversations ---------------------------------------------------------------------------
-
-    def _text(self, messages: Messages, reply: bool, **options: Any) -> str:
-        """Return messages as text in the format of the chat template or, without one, in ChatML."""
-        if self.template is None:
-            return chatml(messages, reply)
-        if self._needs_short_ids:
-            messages = answers.with_short_ids(messages)
-        return self.template.render(messages, reply, **options)
-
-    def _tried(self, messages: Messages, reply: bool, **options: Any) -> str:
-        """Return what _text() does, or an empty text if the chat template refuses the messages."""
-        try:
-            return self._text(messages, reply, **options)
-        except UserError:
-            return ""
-
-    @cached_property
-    def _needs_short_ids(self) -> bool:
-        """Whether the chat template refuses calls with IDs of any length, as Mistral's do."""
-        assert self.template is not None
-        try:
-            self.template.render(answers.PROBE_CHAT, reply=False)
-        except UserError:
-            return True
-        return False
-
-    @cached_property
-    def _replaced(self) -> list[str]:
-        """The texts that _safe() replaces with their index in this list."""
-        return [*self._specials, OPEN, CLOSE, BEGIN, END]
-
-    @cached_property
-    def _replaced_pattern(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, sorted(self._replaced, key=len, reverse=True))))
-
-    def _safe(self, text: str) -> str:
-        """Return `text` with an index between OPEN and CLOSE in place of each text in _replaced."""
-
-        def number(match: re.Match[str]) -> str:
-            return f"{OPEN}{self._replaced.index(match[0])}{CLOSE}"
-
-        return self._replaced_pattern.sub(number, text)
-
-    def _original(self, text: str) -> str:
-        """Return the text from which _safe() made `text`."""
-
-        def spelling(match: re.Match[str]) -> str:
-            return self._replaced[int(match[1])]
-
-        return re.sub(f"{OPEN}(\\d+){CLOSE}", spelling, text)
-
-    def _segments(self, text: str, trained: bool = False) -> Iterator[Segment]:
-        """Yield the segments of a rendered text: special tokens, and the texts between them.
-
-        Segments between BEGIN and END are trained, as is a special token after END; if `trained`,
-        all segments are.
-        """
-        after_words = False  # the words have ended, and the mark that ends the turn may follow
-        for piece in re.split(f"({self._split.pattern}|{BEGIN}|{END})", text):
-            if piece in (BEGIN, END):
-                trained = piece == BEGIN
-                after_words = piece == END
-            elif piece in self._specials:
-                yield Segment(piece, self._specials[piece], trained or after_words)
-                after_words = False
-            elif piece:
-                yield Segment(self._original(piece), None, trained)
-                after_words = False
 
     def _tokens(self, segments: Iterable[Segment]) -> Rendered:
         """Return the tokens of the segments of a conversation, and the mask of the trained ones."""
@@ -524,29 +364,29 @@ class FolderTokenizer:
         UserError if the template refuses the conversation or cannot write it, or leaves out all
         words to train on.
         """
-        if not self.takes_system:
+        if not self.chat_format.takes_system:
             conversation = answers.without_system(conversation)
-        if self._takes_one_call:
+        if self.chat_format.takes_one_call:
             conversation = answers.with_single_calls(conversation)
         last = conversation.messages[-1]
         thinks = last.role == "assistant" and last.trained and "</think>" in last.text
-        if thinks and not self._writes_thoughts:
+        if thinks and not self.chat_format.writes_thoughts:
             raise answers.lost_thoughts(self.folder)
         if conversation.needs_template:
             return self._render_with_calls(conversation)
         messages = []
         has_trained_turn = False
         for number, message in enumerate(conversation.messages):
-            text = self._safe(message.text)
+            text = self._special_tokens.safe(message.text)
             is_reply = message.role == "assistant"
             if is_reply and message.trained and number >= conversation.prompt_turns:
                 text = answers.with_ends(text, BEGIN, END)
                 has_trained_turn = True
-            messages.append(_message(message.role, text))
-        text = self._after_space.sub(f"\\1{END}", self._text(messages, reply=False))
+            messages.append(plain_message(message.role, text))
+        text = self._after_space.sub(f"\\1{END}", self.chat_format.text(messages, reply=False))
         for own in self._own_beginnings:
             text = text.replace(f"{own}{BEGIN}", f"{BEGIN}{own}")
-        rendered = self._tokens(self._segments(text))
+        rendered = self._tokens(self._special_tokens.segments(text))
         if has_trained_turn and not any(rendered.mask):
             raise answers.silent_template(self.folder)
         return rendered
@@ -563,7 +403,7 @@ class FolderTokenizer:
     @cached_property
     def _ends(self) -> list[str]:
         """The spellings of the special tokens that end a reply."""
-        return [text for text, token in self._specials.items() if token in self.stops]
+        return [text for text, token in self.specials.items() if token in self.stops]
 
     @cached_property
     def _own_space(self) -> str:
@@ -577,38 +417,21 @@ class FolderTokenizer:
     @cached_property
     def _own_beginnings(self) -> tuple[str, ...]:
         """What templates write before words of the assistant, and the model has to write itself."""
-        opens_thoughts = self._opening.endswith(answers.OPENING)
+        opens_thoughts = self.chat_format.opening.endswith(answers.OPENING)
         return (self._own_space,) if opens_thoughts else (self._own_space, answers.OPENING)
-
-    @cached_property
-    def _call_beginning(self) -> str:
-        """What the chat template writes between a prompt and a call's name, or an empty text."""
-        prompt = self._tried(answers.PROBE_CHAT[:1], reply=True)
-        text = self._tried(answers.PROBE_CHAT[:2], reply=False)
-        beginning, name, _ = text.removeprefix(prompt).partition("a_tool")
-        return beginning if name and text.startswith(prompt) else ""
-
-    @cached_property
-    def _writes_thoughts(self) -> bool:
-        """Whether the chat template writes thoughts in the text of the last reply, or fails."""
-        reply = _message("assistant", f"{answers.OPENING}a_thought\n</think>\n\nA")
-        try:
-            return "a_thought" in self._text([_message("user", "Q"), reply], reply=False)
-        except UserError:
-            return True
 
     def _render_with_calls(self, conversation: Conversation) -> Rendered:
         """Return what render() does, for a conversation with calls, reasoning or options."""
-        self._check_template(conversation)
-        options = answers.safe_options(conversation.options, self._safe)
+        self.chat_format.check(conversation)
+        options = answers.safe_options(conversation.options, self._special_tokens.safe)
         marked = []
         for number, turn in enumerate(conversation.messages):
             is_trained = turn.role == "assistant" and turn.trained
             index = number if is_trained and number >= conversation.prompt_turns else None
-            marked.append(answers.template_message(turn, self._safe, index))
+            marked.append(answers.template_message(turn, self._special_tokens.safe, index))
         plain = json.loads(answers.without_marks(json.dumps(marked, ensure_ascii=False)))
-        text = self._text(plain, reply=False, **options)
-        marked_text = self._text(marked, reply=False, **options)
+        text = self.chat_format.text(plain, reply=False, **options)
+        marked_text = self.chat_format.text(marked, reply=False, **options)
         if answers.without_marks(marked_text) != text:
             raise UserError(
                 tr(
@@ -620,46 +443,20 @@ class FolderTokenizer:
         spans = answers.spans(
             marked_text,
             conversation.messages,
-            self._opening,
+            self.chat_format.opening,
             self._ends,
             self._own_beginnings,
-            self._call_beginning,
+            self.chat_format.call_beginning,
         )
         if marked != plain and not spans:
             raise answers.silent_template(self.folder)
         segments: list[Segment] = []
         position = 0
         for span in [*spans, answers.Span(len(text), len(text))]:
-            segments += self._segments(text[position : span.start])
-            segments += self._segments(text[span.start : span.end], trained=True)
+            segments += self._special_tokens.segments(text[position : span.start])
+            segments += self._special_tokens.segments(text[span.start : span.end], trained=True)
             position = span.end
         return self._tokens(segments)
-
-    def _check_template(self, conversation: Conversation) -> None:
-        """Raise UserError if the chat template has no place for what a conversation holds."""
-        needed = set(conversation.options)
-        for message in conversation.messages:
-            needed |= {"tool results"} if message.role == "tool" else set(message.fields)
-        source = self.template_source or ""
-        supported = {key for key in conversation.options if key != "tools" and key in source}
-        if self.takes_tools:
-            supported.add("tools")
-        if self.takes_calls:
-            supported.add("tool_calls")
-        if self._takes_results:
-            supported.add("tool results")
-        if self.takes_reasoning:
-            supported.add("reasoning_content")
-        unsupported = sorted(needed - supported)
-        if unsupported:
-            raise UserError(
-                tr(
-                    "the chat template in {folder} does not write {field!r}. Leave such "
-                    "records out, or fine-tune a model whose template writes them",
-                    folder=self.folder,
-                    field=unsupported[0],
-                )
-            )
 
     def render_prompt(self, conversation: Conversation) -> list[int]:
         """Return the prompt of a conversation as tokens.
@@ -667,7 +464,7 @@ class FolderTokenizer:
         A final assistant turn is left out, and the text that opens the reply is added.
         """
         prompt = conversation.prompt
-        if not self.takes_system:
+        if not self.chat_format.takes_system:
             prompt = answers.without_system(prompt)
         return self._prompt(prompt)
 
@@ -678,11 +475,11 @@ class FolderTokenizer:
         may come later. Returns None if the template refuses such turns or leaves out one of them.
         """
         probes = [
-            _message(turn.role, f"Turn {number}.")
+            plain_message(turn.role, f"Turn {number}.")
             for number, turn in enumerate(conversation.messages)
         ]
         try:
-            text = self._text(probes, reply=True)
+            text = self.chat_format.text(probes, reply=True)
             if any(probe["content"] not in text for probe in probes):
                 return None
             return self._prompt(conversation)
@@ -690,8 +487,11 @@ class FolderTokenizer:
             return None
 
     def _prompt(self, conversation: Conversation) -> list[int]:
-        if self._takes_one_call:
+        if self.chat_format.takes_one_call:
             conversation = answers.with_single_calls(conversation)
-        messages = [answers.template_message(turn, self._safe) for turn in conversation.messages]
-        variables = answers.safe_options(conversation.options, self._safe)
-        return self._tokens(self._segments(self._text(messages, reply=True, **variables))).ids
+        safe = self._special_tokens.safe
+        messages = [answers.template_message(turn, safe) for turn in conversation.messages]
+        variables = answers.safe_options(conversation.options, safe)
+        return self._tokens(
+            self._special_tokens.segments(self.chat_format.text(messages, reply=True, **variables))
+        ).ids

@@ -22,7 +22,8 @@ from nanochat.gpt import RotaryCache, logits_or_loss, rotary_tables
 from nanochat.linear import matrix_shapes
 from nanochat.models.lora import LowRank, adapted
 from nanochat.models.qwen.config import QwenConfig
-from nanochat.models.qwen.deltanet import CHUNK, add_states
+from nanochat.models.qwen.delta_rule import CHUNK
+from nanochat.models.qwen.deltanet import add_states
 from nanochat.models.qwen.experts import Experts, Router
 from nanochat.models.qwen.layers import Block, Norm, Vocabulary
 from nanochat.models.rope import rotary_base, rotary_divisors

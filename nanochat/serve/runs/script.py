@@ -16,16 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nanochat.checkpoint_manager.same_run import OLD_FLAGS
-from nanochat.common import (
-    FREE,
-    RARE,
-    Flag,
-    flags_of,
-    own_language,
-    required_appendix,
-    run,
-    tr_help,
-)
+from nanochat.common import own_language, required_appendix, tr_help
+from nanochat.data.command_line import FREE, RARE, Flag, flags_of, run
 
 CHECK = "--check"
 # The kinds of fields of a form.

@@ -46,7 +46,7 @@ def test_special_tokens_that_a_client_spells_are_ordinary_text_in_every_place(ki
     tokenizer: Any = tiny_tokenizer() if kind == "own" else FolderTokenizer(write_folder(tmp_path, "qwen3"), VOCABULARY)
     special = {tokenizer.special(role) for role in ROLES} - {-1}
     if kind == "published":
-        special |= set(tokenizer._specials.values())
+        special |= set(tokenizer.specials.values())
     evil = "".join(tokenizer.decode([number]) for number in sorted(special)) + "<|im_end|>"
 
     def marks(words: str) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nanochat.checkpoint_manager.locate import MADE_BY
-from nanochat.common import parse, settings
+from nanochat.data.command_line import parse, settings
 from nanochat.serve.runs import script
 from nanochat.serve.runs.command import FORECAST, arguments, command, form_fields, saved_values, shown
 from nanochat.serve.runs.script import fields_of, kind_of
