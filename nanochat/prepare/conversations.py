@@ -31,7 +31,7 @@ from nanochat.tokenizer import Rendered, Tokenizer
 NEWEST_FOLDERS = 8  # the number of newest folders of a stage that are never removed
 UNUSED_SECONDS = 14 * 86_400  # younger folders are never removed, since runs may still read them
 BATCH = 1_000  # conversations to render at a time
-RENDERING = 4  # part of a folder's hash; raise it when conversations become other tokens or masks
+RENDERING = 5  # part of a folder's hash; raise it when conversations become other tokens or masks
 
 
 class ConversationSplits(Protocol):

@@ -31,19 +31,30 @@ PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"a_key": {"type": "string"}}},
     },
 }
-PROBE_CALL = {"id": "call_1", "type": "function", "function": {"name": "a_tool", "arguments": {}}}
+PROBE_CALL, PROBE_CALL_2 = (
+    {"id": f"call_{name}", "type": "function", "function": {"name": name, "arguments": {}}}
+    for name in ("a_tool", "b_tool")
+)
 PROBE_CHAT = (
     {"role": "user", "content": "Q"},
     {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]},
-    {"role": "tool", "content": "a_result", "tool_call_id": "call_1"},
+    {"role": "tool", "content": "a_result", "tool_call_id": "call_a_tool"},
+)
+# The same chat with a second call in the reply, and its result.
+PROBE_CALLS = (
+    PROBE_CHAT[0],
+    {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL, PROBE_CALL_2]},
+    PROBE_CHAT[2],
+    {"role": "tool", "content": "b_result", "tool_call_id": "call_b_tool"},
 )
 # The forms of calls that the server reads, and how a call of a_tool begins in each: "json" and
-# "xml" are Hermes' and Qwen3-Coder's, "list" and "args" are Mistral's.
+# "xml" are Hermes' and Qwen3-Coder's, "list" and "args" are Mistral's, "bare" is Llama's.
 CALL_FORMATS = {
     "xml": re.compile(r"<tool_call>\s*<function=a_tool>"),
     "json": re.compile("<tool_call>"),
     "list": re.compile(r'\[TOOL_CALLS\] ?\[\{"name": "a_tool", "arguments": '),
     "args": re.compile(r"\[TOOL_CALLS\]a_tool\[(CALL_ID|ARGS)\]"),
+    "bare": re.compile(r'\A\s*\{"name": "a_tool", "parameters": '),
 }
 # An empty thought, whose opening mark the prompt may hold.
 _EMPTY_THOUGHT = re.compile(r"(<think>)?\s*</think>\s*")
@@ -95,8 +106,38 @@ def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return changed_messages
 
 
+def with_single_calls(conversation: Conversation) -> Conversation:
+    """Return a conversation with a reply for each call, where a reply has several.
+
+    The results of a call follow it: those with its ID or, without IDs, those in its place.
+    """
+    placed: list[tuple[int, int, Message]] = []  # (index of the reply, number of the call, turn)
+    reply = results = 0
+    ids: list[Any] = []
+    for i, turn in enumerate(conversation.messages):
+        if turn.role == "tool":
+            call_id = turn.fields.get("tool_call_id")
+            number = min(results, max(len(ids) - 1, 0))
+            placed.append((reply, ids.index(call_id) if call_id in ids else number, turn))
+            results += 1
+            continue
+        reply = i
+        results = 0
+        calls = turn.fields.get("tool_calls", ())
+        ids = [call.get("id") for call in calls]
+        turn = replace(turn, trained=turn.trained and i >= conversation.prompt_turns)
+        singles = [turn]
+        if len(calls) > 1:
+            singles = [replace(turn, fields={**turn.fields, "tool_calls": [calls[0]]})]
+            for call in calls[1:]:
+                singles.append(replace(turn, parts=(), fields={"tool_calls": [call]}))
+        placed += [(i, number, single) for number, single in enumerate(singles)]
+    turns = [turn for *_, turn in sorted(placed, key=lambda entry: entry[:2])]
+    return replace(conversation, messages=tuple(turns), prompt_turns=0)
+
+
 def call_format(written: str) -> str | None:
-    """Return the form in which a rendered text has PROBE_CALL, or None for another one."""
+    """Return the form in which a rendered reply has PROBE_CALL, or None for another one."""
     return next((form for form, call in CALL_FORMATS.items() if call.search(written)), None)
 
 

@@ -124,7 +124,8 @@ class ChatFormat:
         """The form in which the chat template writes calls, if the server reads that form."""
         if not self.takes_tools or not self.takes_calls:
             return None
-        return answers.call_format(self.written_call)
+        prompt = self._tried(answers.PROBE_CHAT[:1], reply=True)
+        return answers.call_format(self.written_call.removeprefix(prompt))
 
     @cached_property
     def thought_marks(self) -> tuple[str, str] | None:
@@ -153,6 +154,11 @@ class ChatFormat:
     def written_call(self) -> str:
         """What the chat template writes for a call and its result; empty if it refuses them."""
         return self._tried(answers.PROBE_CHAT, reply=True)
+
+    @cached_property
+    def takes_one_call(self) -> bool:
+        """Whether the chat template writes one call of a reply and no second one, as Llama's."""
+        return self.takes_calls and "b_tool" not in self._tried(answers.PROBE_CALLS, reply=True)
 
     @cached_property
     def takes_reasoning(self) -> bool:

@@ -7,12 +7,10 @@ chat_format.py.
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -29,13 +27,13 @@ from nanochat.checkpoint_manager.huggingface.segments import BEGIN, END, Segment
 from nanochat.checkpoint_manager.huggingface.vocabulary import read_vocabulary
 from nanochat.common import UserError, fsync_path, sha256_of, tr
 from nanochat.data.bpe import letters_for_bytes
-from nanochat.data.conversation import Conversation, Message
+from nanochat.data.conversation import Conversation
 from nanochat.tokenizer import Rendered
 
 FILE_NAME = "tokenizer.json"
 SPM_NAME = "tokenizer.model"  # the same vocabulary in SentencePiece's own format
 # Spellings of the token that ends a turn, in formats where another token ends a whole text.
-ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>")
+ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
 # Roles of our own tokenizer that published models lack, in the order in which they get free rows of
 # the embedding. The calculator's marks come first.
 ROWLESS = (
@@ -368,6 +366,8 @@ class FolderTokenizer:
         """
         if not self.chat_format.takes_system:
             conversation = answers.without_system(conversation)
+        if self.chat_format.takes_one_call:
+            conversation = answers.with_single_calls(conversation)
         last = conversation.messages[-1]
         thinks = last.role == "assistant" and last.trained and "</think>" in last.text
         if thinks and not self.chat_format.writes_thoughts:
@@ -466,7 +466,7 @@ class FolderTokenizer:
         prompt = conversation.prompt
         if not self.chat_format.takes_system:
             prompt = answers.without_system(prompt)
-        return self._prompt(prompt.messages, prompt.options)
+        return self._prompt(prompt)
 
     def render_as_sent(self, conversation: Conversation) -> list[int] | None:
         """Return the tokens of a prompt with all turns of a conversation, in any order of roles.
@@ -482,17 +482,15 @@ class FolderTokenizer:
             text = self.chat_format.text(probes, reply=True)
             if any(probe["content"] not in text for probe in probes):
                 return None
-            return self._prompt(conversation.messages, conversation.options)
+            return self._prompt(conversation)
         except UserError:
             return None
 
-    def _prompt(
-        self,
-        turns: Sequence[Message],
-        options: Mapping[str, Any] = MappingProxyType({}),
-    ) -> list[int]:
-        messages = [answers.template_message(turn, self._special_tokens.safe) for turn in turns]
-        variables = answers.safe_options(options, self._special_tokens.safe)
-        return self._tokens(
-            self._special_tokens.segments(self.chat_format.text(messages, reply=True, **variables))
-        ).ids
+    def _prompt(self, conversation: Conversation) -> list[int]:
+        if self.chat_format.takes_one_call:
+            conversation = answers.with_single_calls(conversation)
+        safe = self._special_tokens.safe
+        messages = [answers.template_message(turn, safe) for turn in conversation.messages]
+        variables = answers.safe_options(conversation.options, safe)
+        text = self.chat_format.text(messages, reply=True, **variables)
+        return self._tokens(self._special_tokens.segments(text)).ids

@@ -27,20 +27,27 @@ class ListedCalls(JsonCalls):
     """Turns the text of a reply into words and calls; see Parser."""
 
     marks = (LISTED,)
+    # The beginning and the end of a call, and what may become one with more text.
+    heads = _HEAD
+    open_heads = _OPEN_HEAD
+    tails = _TAIL
+    open_tails = _OPEN_TAIL
 
     def _head(self, pieces: list[Piece], last: bool) -> bool:
         """Read up to the arguments of a call, or of the next one in a list."""
-        match = _HEAD.match(self._rest)
+        match = self.heads.match(self._rest)
         if match:
             self._is_listed = match[1] is not None
-            return self._begin(pieces, match[1] or match[2] or "", match.end())
-        if not last and _OPEN_HEAD.fullmatch(self._rest):
+            name = match[1] if self._is_listed else match[2]
+            return self._begin(pieces, name, match.end())
+        if not last and self.open_heads.fullmatch(self._rest):
             return False
         return self._no_call(pieces)
 
     def _no_call(self, pieces: list[Piece]) -> bool:
-        """Pass the mark, or the comma before what is no call, on as text."""
-        begin = len(LISTED) if self._rest.startswith(LISTED) else 1
+        """Pass the mark, or the first character of what is no call, on as text."""
+        mark = self.marks[0]
+        begin = len(mark) if self._rest.startswith(mark) else 1
         add_piece(pieces, Words(self._rest[:begin]))
         self._rest = self._rest[begin:]
         self._state = self._outside
@@ -59,13 +66,13 @@ class ListedCalls(JsonCalls):
 
     def _tail(self, pieces: list[Piece], last: bool) -> bool:
         """Read past the end of a call in a list, and of the list; a missing end is accepted."""
-        is_open = self._is_listed and _OPEN_TAIL.fullmatch(self._rest) is not None
-        if is_open and not last:
-            return False
-        match = _TAIL.match(self._rest) if self._is_listed else None
+        if self._is_listed and self.open_tails.fullmatch(self._rest):
+            if not last:
+                return False
+            self._rest = ""
+        match = self.tails.match(self._rest) if self._is_listed else None
         if match:
             self._rest = self._rest[match.end() :]
-        elif is_open:
-            self._rest = ""
-        self._state = self._head if match and self._rest.startswith(",") else self._outside
+        another = match is not None and self._rest.startswith((",", ";", "{"))
+        self._state = self._head if another else self._outside
         return True

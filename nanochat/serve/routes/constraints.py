@@ -98,6 +98,9 @@ def _call_rules(form: Form, names: Sequence[str]) -> list[str]:
     tools = form.tools
     if form.calls in ("list", "args"):
         return _listed_rules(form, names)
+    if form.calls == "bare":  # Llama's templates write one call only
+        schema = json.loads(tools.call_schema(names, "parameters"))
+        return [f"calls: {_json(schema, SPACED)}"]
     rules = [r'calls: call ("\n" call)*' if tools.parallel else "calls: call"]
     opening = f'{_mark(form, OPEN)} "\\n"'
     closing = f'"\\n" {_mark(form, CLOSE)}'

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanochat.data.conversation import Part
+from nanochat.serve.formats.bare_calls import BareCalls
 from nanochat.serve.formats.json_calls import JsonCalls
 from nanochat.serve.formats.listed_calls import ListedCalls
 from nanochat.serve.formats.pieces import (
@@ -32,6 +33,7 @@ PARSERS: Mapping[str | None, Callable[[Mapping[str, Any]], Parser]] = {
     "xml": XmlCalls,
     "list": ListedCalls,
     "args": ListedCalls,
+    "bare": BareCalls,
 }
 
 

@@ -46,14 +46,17 @@ class Tools:
         lines = [json.dumps(tool, ensure_ascii=False) for tool in self.definitions]
         return INSTRUCTIONS.format(tools="\n".join(lines), open=OPEN, close=CLOSE)
 
-    def call_schema(self, names: Sequence[str]) -> str:
-        """Return the JSON schema (as text) of a call of one of these functions."""
+    def call_schema(self, names: Sequence[str], key: str = "arguments") -> str:
+        """Return the JSON schema (as text) of a call of one of these functions.
+
+        `key` is the key of the arguments.
+        """
         argument_schemas = standalone({name: self.parameters[name] for name in names})
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "arguments": argument_schema},
-                "required": ["name", "arguments"],
+                "properties": {"name": {"const": name}, key: argument_schema},
+                "required": ["name", key],
                 "additionalProperties": False,
             }
             for name, argument_schema in argument_schemas.items()

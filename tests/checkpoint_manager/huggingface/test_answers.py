@@ -162,6 +162,64 @@ def test_calls_have_ids_of_nine_characters_where_a_template_takes_no_others(fold
     assert answered == [first, second] and first != second
 
 
+# The shape of Llama 3.1's template: tools in the user's first turn, a call without marks, and only one in a reply.
+BARE = (
+    "{%- macro begin(role) %}{{- '<|im_start|>' + role + '\\n\\n' }}{%- endmacro %}"
+    "{%- for message in messages %}{%- if 'tool_calls' in message %}{{- begin('assistant') }}"
+    "{%- if message.tool_calls | length != 1 %}{{ raise_exception('only single tool-calls') }}{% endif %}"
+    "{%- set call = message.tool_calls[0].function %}{% generation %}"
+    "{{- '{\"name\": \"' + call.name + '\", \"parameters\": ' + call.arguments | tojson + '}' }}"
+    "{{- '<|eom_id|>' if builtin_tools is defined else '<|im_end|>' }}{% endgeneration %}"
+    "{%- elif message.role == 'assistant' %}{{- begin('assistant') }}"
+    "{%- generation %}{{- message.content | trim + '<|im_end|>' }}{% endgeneration %}"
+    "{%- elif message.role == 'tool' %}{{- begin('ipython') + message.content | tojson + '<|im_end|>' }}"
+    "{%- else %}{{- begin(message.role) }}{%- if loop.first and tools is not none %}"
+    "{%- for tool in tools %}{{- tool | tojson(indent=4) + '\\n\\n' }}{% endfor %}{% endif %}"
+    "{{- message.content | trim + '<|im_end|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- begin('assistant') }}{% endif %}"
+)
+BARE_CALL = '{{"name": "get_time", "parameters": {{"city": "{}"}}}}'.format
+
+
+def test_calls_without_marks_have_the_tokens_and_the_mask_of_transformers(folder: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    ours = tokenizer(folder, BARE)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    theirs.chat_template = BARE
+    talk = [
+        said("user", " time? "), said("assistant", "", tool_calls=[call("Oslo")]), said("tool", '{"t": 5}', tool_call_id="1"),
+        said("assistant", "", tool_calls=[call('猫 "<b>"')]), said("tool", "6"), said("assistant", " It is 6. "),
+    ]  # fmt: skip
+    rendered = ours.render(read_record({"messages": talk, "tools": [TOOL]}))
+    expected = theirs.apply_chat_template(talk, tools=[TOOL], return_dict=True, return_assistant_tokens_mask=True)
+    assert (rendered.ids, rendered.mask) == (expected["input_ids"], expected["assistant_masks"])
+    assert trained(ours, rendered) == [BARE_CALL("Oslo"), BARE_CALL('猫 \\"<b>\\"'), "It is 6."]
+
+
+def test_a_reply_with_several_calls_is_one_for_each_where_a_template_takes_one(folder: Path) -> None:
+    ours = tokenizer(folder, BARE)
+    one, two = ({**call(city), "id": city} for city in "ab")
+    single = [{**said("assistant", "", tool_calls=[each]), "weight": weight} for each, weight in ((one, 1), (two, 1))]
+    asked, answer = said("user", "time?"), said("assistant", "5")
+
+    def rendered(*messages: dict[str, Any]) -> Any:
+        return ours.render(read_record({"messages": [asked, *messages, answer], "tools": [TOOL]}))
+
+    results = [said("tool", "1"), said("tool", "2")]
+    apart = rendered(single[0], results[0], single[1], results[1])
+    assert trained(ours, apart) == [BARE_CALL("a"), BARE_CALL("b"), "5"]
+    both = said("assistant", "", tool_calls=[one, two])
+    named = [said("tool", text, tool_call_id=call_id) for text, call_id in (("2", "b"), ("1", "a"))]
+    assert rendered(both, *results) == rendered(both, *named) == apart
+    assert rendered(both, results[0]) == rendered(single[0], results[0], single[1])
+    assert trained(ours, rendered({**both, "weight": 0}, *results)) == ["5"]
+    prompt = read_record({"messages": [asked, both, *named, answer], "tools": [TOOL]})
+    assert ours.render_prompt(prompt) == apart.ids[: len(ours.render_prompt(prompt))]
+    pair = {"messages": [asked, both, *results, answer], "rejected_response": "6", "tools": [TOOL]}
+    assert [trained(ours, ours.render(each)) for each in read_pair(pair)] == [["5"], ["6"]]
+
+
 def test_results_of_calls_that_are_text_are_taken_where_a_template_writes_them(folder: Path) -> None:
     """SmolLM3 writes a result as a message of the user, and its template has no calls."""
     ours = tokenizer(

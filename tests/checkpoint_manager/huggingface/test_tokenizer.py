@@ -319,6 +319,17 @@ def test_every_end_of_the_publisher_that_the_model_can_choose_is_a_stop(three_en
     assert three_ends.stops == {300, EXTRA, 302}
 
 
+def test_the_end_of_a_message_with_a_call_is_a_stop_which_only_some_folders_list(folder: Path) -> None:
+    """Llama 3.1 ends a call with <|eom_id|> where its own tools run, and any other reply with <|eot_id|>."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    for number, text in enumerate(("<|eot_id|>", "<|eom_id|>"), start=304):
+        content["added_tokens"].append({**content["added_tokens"][0], "id": number, "content": text})
+    write(folder, "tokenizer.json", content)
+    write(folder, "tokenizer_config.json", {"eos_token": "<|eot_id|>", "chat_template": "<|eot_id|><|eom_id|>"})
+    tokenizer = FolderTokenizer(folder, ROWS)
+    assert {304, 305} < tokenizer.stops and tokenizer.special("assistant_end") == 304
+
+
 def test_ends_of_config_json_count_if_generation_config_json_names_none(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, "qwen3")
     (folder / "generation_config.json").unlink()

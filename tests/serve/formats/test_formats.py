@@ -220,6 +220,7 @@ PARIS_CALL = ("weather", '{"city": "Paris"}')
         ('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Pa', [("weather", '{"city": "Pa')]),
         (f"[TOOL_CALLS][{ITEM[:-1]}", [PARIS_CALL]),
         (f"[TOOL_CALLS][{ITEM}", [PARIS_CALL]),
+        (f"[TOOL_CALLS][{ITEM}, ", [PARIS_CALL]),
         (f"[TOOL_CALLS][{ITEM} and", [PARIS_CALL, "and"]),
         (f'[TOOL_CALLS][{ITEM}, {{"name": "wea', [PARIS_CALL, ', {"name": "wea']),
         ('[TOOL_CALLS]weather[ARGS]{"days": 1, bad}', [("weather", '{"days": 1, bad}')]),
@@ -241,8 +242,52 @@ def test_calls_in_lists(text: str, told: list[Any]) -> None:
     assert all(re.fullmatch("[a-z0-9]{9}", call_id) for call_id in ids) and len(set(ids)) == len(ids)
 
 
+BARE = '{"name": "weather", "parameters": {"city": "Paris"}}'
+OTHER = BARE.replace("weather", "other")
+
+
 @pytest.mark.parametrize(
-    ("form", "call"), [("json", PARIS), ("xml", xml("weather", city="Paris")), ("list", LIST), ("args", NAMED)]
+    ("text", "told"),
+    [
+        (BARE, [PARIS_CALL]),
+        (f"\n\n{BARE}\n", [PARIS_CALL]),
+        (f"<|python_tag|>{BARE}", [PARIS_CALL]),
+        (f"So: <|python_tag|> {BARE}", ["So: ", PARIS_CALL]),
+        (BARE.replace("parameters", "arguments"), [PARIS_CALL]),
+        ('{"type": "function", "name": "clock", "parameters": { } }', [("clock", "{}")]),
+        ('{"name": "clock", "parameters": {}, "type": "function"}', [("clock", "{}")]),
+        ('{"name":"weather","parameters":{"tags":[{"a":"}}; {"}],"city":"\\"};"}}',
+         [("weather", '{"tags": [{"a": "}}; {"}], "city": "\\"};"}')]),
+        *[(f"{BARE}{between}{BARE}", [PARIS_CALL] * 2) for between in ("; ", ";", "\n", ", ", "<|python_tag|>")],
+        (f"{BARE}\nDone", [PARIS_CALL, "\nDone"]),
+        (f"{BARE}; so", [PARIS_CALL, "; so"]),
+        # Cut off.
+        (BARE[:-4], [("weather", '{"city": "Pari')]),
+        (BARE[:-1], [PARIS_CALL]),
+        (f"{BARE}; ", [PARIS_CALL]),
+        (f'{BARE}; {{"name": "wea', [PARIS_CALL, '; {"name": "wea']),
+        ('{"name": "weather", "parameters": {"days": 1, bad}}', [("weather", '{"days": 1, bad}}')]),
+        # No call.
+        *[(text, [text]) for text in (
+            " {", '{"name": "Ann", "parameters": 5}', '{"name": "weather"}', '{"a": {"b": 1}}', f"[{BARE}]", f"So: {BARE}",
+            OTHER, f"<|python_tag|>{OTHER}", "<|python_tag|>import os", "<|python_tag|>",
+            '{"name": "weather", "parameters": {bad}}',
+        )],
+        (f"{BARE}; {OTHER}", [PARIS_CALL, f"; {OTHER}"]),
+    ],
+)  # fmt: skip
+def test_calls_without_marks(text: str, told: list[Any]) -> None:
+    assert calls(everywhere(Form(TOOLS, "bare"), text)) == told
+
+
+def test_json_that_begins_as_no_call_does_is_passed_on_at_once() -> None:
+    assert Reply(Form(TOOLS, "bare")).add([Part("text", '{"c')]) == [Words('{"c')]
+    assert Reply(Form(TOOLS, "bare")).add([Part("text", f'{{"name": "{"x" * 300}')]) != []
+
+
+@pytest.mark.parametrize(
+    ("form", "call"),
+    [("json", PARIS), ("xml", xml("weather", city="Paris")), ("list", LIST), ("args", NAMED), ("bare", BARE)],
 )
 def test_calls_follow_a_thought_in_which_calls_are_thoughts(form: str, call: str) -> None:
     pieces = everywhere(Form(TOOLS, form, THINK), f"<think>\nI call {call}.\n</think>\n\n{call}")
@@ -256,9 +301,9 @@ def test_words_after_the_mark_of_calls_are_passed_on_before_the_reply_ends() -> 
 
 
 def test_a_reply_that_may_have_one_call_ends_with_it() -> None:
-    assert calls(everywhere(Form(replace(TOOLS, parallel=False)), f"{PARIS}{PARIS} x")) == [
-        ("weather", '{"city": "Paris"}')
-    ]
+    one = replace(TOOLS, parallel=False)
+    assert calls(everywhere(Form(one), f"{PARIS}{PARIS} x")) == [PARIS_CALL]
+    assert calls(everywhere(Form(one, "bare"), f"{BARE}; {BARE} x")) == [PARIS_CALL]
 
 
 def test_an_argument_is_passed_on_when_it_is_whole() -> None:

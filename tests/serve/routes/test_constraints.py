@@ -72,7 +72,11 @@ def named(name: str, **arguments: Any) -> str:
     return f"[TOOL_CALLS]{name}[CALL_ID]abcdefgh1[ARGS]{json.dumps(arguments, ensure_ascii=False)}"
 
 
-FORMS = [("json", hermes), ("xml", xml), ("list", listed), ("args", named)]
+def bare(name: str, **arguments: Any) -> str:
+    return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
+
+
+FORMS = [("json", hermes), ("xml", xml), ("list", listed), ("args", named), ("bare", bare)]
 # What stands between two calls with a line break between them, and what the model writes there.
 BETWEEN = {"json": ("", ""), "xml": ("", ""), "list": ("]\n[TOOL_CALLS] [", ", "), "args": ("\n[", "[")}
 
@@ -141,12 +145,19 @@ def test_many_references_to_a_large_schema_are_refused_before_they_are_copied() 
     assert len(grammar(Form(offered, "xml")) or "") < 30_000
 
 
-@pytest.mark.parametrize(("calls", "call"), FORMS)
+@pytest.mark.parametrize(("calls", "call"), FORMS[:-1])
 def test_several_calls_are_written_where_the_client_says_so(calls: str, call: Any) -> None:
     two = f"{call('clock')}\n{call('weather', city='a')}".replace(*BETWEEN[calls])
     assert refused_at(two, Form(tools(parallel_tool_calls=True), calls)) is None
     for said in ({}, {"parallel_tool_calls": False}):
         assert refused_at(two, Form(tools(**said), calls)) is not None
+
+
+def test_a_model_that_was_trained_to_write_one_call_is_forced_to_write_one() -> None:
+    form = Form(tools(parallel_tool_calls=True), "bare")
+    assert refused_at(bare("clock"), form) is None
+    for more in (f"; {bare('clock')}", f"\n{bare('clock')}", " Done"):
+        assert refused_at(bare("clock") + more, form) is not None
 
 
 @pytest.mark.parametrize(("calls", "call"), FORMS)

@@ -233,6 +233,13 @@ NAMED = LISTED.replace(
     "[TOOL_CALLS][{% for c in m.tool_calls %}{{ (c.function | tojson)[:-1] }}, ",
     "{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}, ",
 )
+# Writes as Llama 3.1 to 3.3 do, and refuses several calls in a reply.
+BARE = (
+    "{% for m in messages %}[{{ m.role }}]{% if loop.first and tools %}{{ tools[0].function.name }} {% endif %}"
+    "{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('single tool-calls') }}{% endif %}"
+    '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def folder(tmp_path: Path, template: str) -> Any:
@@ -370,6 +377,8 @@ def test_arguments_of_earlier_calls_are_an_object_where_the_template_needs_one(
         (CODER, "xml"),
         (LISTED, "list"),
         (NAMED, "args"),
+        (BARE, "bare"),
+        (BARE.replace('{"name', '<call>{"name'), None),
         (LISTED.replace("c.function | tojson", "{'id': 1, 'name': c.function.name} | tojson"), None),
         (FREE, None),
         (THINKER.replace("tool_call>", "call>"), None),
@@ -400,6 +409,17 @@ def test_a_template_that_takes_ids_of_nine_characters_gets_the_same_ones_every_t
     chat = fitted(read_conversation(more), described("x"), {}, tokenizer)
     longer = tokenizer.decode(make_prompt(chat, 1, False, tokenizer, 4096)[0])
     assert longer == f"{first}Yes</s>[tools]a[INST]Rain?[/INST]"
+
+
+def test_several_calls_of_a_reply_are_written_one_by_one_where_the_template_takes_one(tmp_path: Path) -> None:
+    tokenizer = folder(tmp_path, BARE)
+    sent = [QUESTION, called("1", "2"), result("snow", "2"), result("rain", "1")]
+    call = '[assistant]{"name": "a", "parameters": {}}'
+    for more, end in (([], ""), ([system("x")], "[system]x")):  # in the order of training, and as sent
+        chat = fitted(read_conversation(sent), described("x"), {}, tokenizer)
+        chat = replace(chat, messages=(*chat.messages, *more))
+        prompt, _ = make_prompt(chat, 1, False, tokenizer, 4096)
+        assert tokenizer.decode(prompt) == f"[user]a Rain?{call}[tool]rain{call}[tool]snow{end}[assistant]"
 
 
 def test_a_question_beside_a_result_follows_an_empty_reply_where_the_template_wants_one(tmp_path: Path) -> None:
