@@ -492,6 +492,5 @@ class FolderTokenizer:
         safe = self._special_tokens.safe
         messages = [answers.template_message(turn, safe) for turn in conversation.messages]
         variables = answers.safe_options(conversation.options, safe)
-        return self._tokens(
-            self._special_tokens.segments(self.chat_format.text(messages, reply=True, **variables))
-        ).ids
+        text = self.chat_format.text(messages, reply=True, **variables)
+        return self._tokens(self._special_tokens.segments(text)).ids
