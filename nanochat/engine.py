@@ -247,11 +247,16 @@ class Engine:
 
     @torch.inference_mode()
     def suspend(self, number: int) -> None:
-        """Take away the slot of a request in flight until resume().
+        """Take away the slot of a request in flight, or its place in the queue, until resume().
 
         Its reply then continues with the same tokens as without the pause. What the slot holds is
         computed again only if other requests have needed the slot in the meantime.
         """
+        for request in self._waiting:
+            if request.number == number:
+                self._waiting.remove(request)
+                self._suspended[number] = request
+                return
         for slot, request in enumerate(self._slots.running):
             if request.number == number:
                 self._suspended[number] = request.again()

@@ -213,6 +213,18 @@ def test_what_a_suspended_request_had_read_itself_does_not_count_as_reused(model
     assert (reply.reused, engine.prompt_tokens_reused) == (30, 30)
 
 
+def test_a_request_that_has_no_slot_yet_can_be_suspended(model):
+    engine = Engine(model, TOKENIZER, slots=1)
+    number = engine.submit(words(20, 96), GREEDY)
+    engine.suspend(number)
+    assert not engine.busy and engine.step() == []
+    engine.resume(number)
+    said = []
+    while engine.busy:
+        said += [event.token for event in engine.step()]
+    assert said == cold(model, words(20, 96)).tokens
+
+
 def test_a_suspended_request_can_be_cancelled(model):
     engine = Engine(model, TOKENIZER, slots=1)
     number = engine.submit(words(20, 96), GREEDY)

@@ -263,6 +263,16 @@ def keep_freed_memory() -> None:
         set_option(-2, 64 << 20)  # top pad
 
 
+def bound_primitives() -> None:
+    """Bound the primitives that oneDNN keeps, unless the environment does so.
+
+    oneDNN keeps one for every shape of a matrix product, by default 1,024, and one takes 0.1 MB or
+    more. Passes that read prompts of chance lengths have ever new shapes. oneDNN reads the variable
+    once, at its first product.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+
+
 def give_freed_memory_back() -> None:
     """Give freed memory back to the system, if the C library can do so (glibc can).
 

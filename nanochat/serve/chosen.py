@@ -29,7 +29,7 @@ from nanochat.generate.drafts import (
 from nanochat.gpt import GPT
 from nanochat.model import Model
 from nanochat.platforms.base import Platform
-from nanochat.platforms.host import give_freed_memory_back, unmap_unused_code
+from nanochat.platforms.host import bound_primitives, give_freed_memory_back, unmap_unused_code
 from nanochat.runtime import graphs
 
 Source = Literal["base", "mid", "sft", "rl", "tune"]
@@ -189,6 +189,7 @@ def _lay_out(
         from nanochat.models.qwen.int8 import hold_in_int8
 
         hold_in_int8(loaded.model)
+    bound_primitives()
     compute.operations.serve(loaded.model)
     give_freed_memory_back()  # memory of the weights in their former layout
     unmap_unused_code()

@@ -45,6 +45,15 @@ def test_large_tensors_come_from_memory_that_stays_when_they_are_freed(how: str,
     assert int(done.stdout) == mapped, "MB mapped from fresh pages"
 
 
+def test_primitives_are_bounded_unless_the_environment_does_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "9")
+    host.bound_primitives()
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "9"
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    host.bound_primitives()
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can")
 def test_it_gives_freed_memory_back() -> None:
     def resident() -> int:

@@ -273,6 +273,26 @@ async def test_an_address_that_fills_all_slots_gives_one_to_another_at_once():
 
 
 @asynchronous
+async def test_a_request_gives_way_before_the_engine_has_given_it_a_slot():
+    """Another address asks just after the last free slot was promised, and before the step that fills it."""
+    engine = FakeEngine(slots=2)
+    crowd, other = [ticket(f"crowd {i}", "a") for i in range(2)], ticket("other", "b")
+    async with started(engine) as thread:
+        submit = engine.submit
+
+        def arrive_behind(*request: Any) -> int:
+            number = submit(*request)
+            if number == 1:
+                thread.submit(other)
+            return number
+
+        engine.submit = arrive_behind  # type: ignore[method-assign]
+        for each in crowd:
+            thread.submit(each)
+        assert await asyncio.gather(*map(said, [*crowd, other])) == ["crowd 0", "crowd 1", "other"]
+
+
+@asynchronous
 async def test_a_suspended_ticket_can_be_released():
     engine = FakeEngine(slots=2, gated=True)
     async with started(engine, waiting=40) as thread:

@@ -182,7 +182,7 @@ class FakeEngine:
         return False
 
     def suspend(self, request: int) -> None:
-        self._active.remove(request)
+        (self._active if request in self._active else self._waiting).remove(request)
         self._suspended.append(request)
 
     def resume(self, request: int) -> None:
