@@ -192,6 +192,7 @@ class EngineThread(Generic[E]):
         # Address -> when its latest reply began, by the monotonic clock.
         self._begun: dict[str, float] = {}
         self._published = 0.0  # time of the last delivery, by the monotonic clock
+        self._ended = False  # by a fault of this file; only the loop reads and writes it
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -219,9 +220,11 @@ class EngineThread(Generic[E]):
 
         If there is no room, the address with the most waiting tickets loses its newest one, whose
         events() raises Displaced. Raises asyncio.QueueFull if no ticket can give way, or if the
-        unreleased tickets would be too large together. A ticket whose replies have all ended takes
-        up no room, even if its client never reads them.
+        unreleased tickets would be too large together, and ApiError if the thread has ended. A
+        ticket whose replies have all ended takes up no room, even if its client never reads them.
         """
+        if self._ended:
+            raise ended()
         if self.full(ticket.owner) or self._too_large(ticket):
             raise asyncio.QueueFull
         if len(self.tickets) >= self._limit:
@@ -263,8 +266,17 @@ class EngineThread(Generic[E]):
     # --- in the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Carry out commands, hand requests to the engine and step it, until told to stop."""
+        """Serve until told to stop. If serving itself fails, end every chat, and refuse new ones."""
         own_language.set("en")  # programs read the engine's refusals
+        try:
+            self._serve()
+        except Exception:  # a fault of this file, since the engine's own are caught in _serve()
+            traceback.print_exc()
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _serve(self) -> None:
+        """Carry out commands, hand requests to the engine and step it, until told to stop."""
         while self._obey():
             self._fill()
             try:
@@ -431,6 +443,11 @@ class EngineThread(Generic[E]):
 
     # --- on the loop -----------------------------------------------------------------------------
 
+    def _end(self) -> None:
+        """Tell every client that the thread has ended, and let submit() refuse new tickets."""
+        self._ended = True
+        self.dismiss(ended())
+
     def _deliver(self, news: "Sequence[tuple[Ticket[E], tuple[int, E] | Exception]]") -> None:
         """Put events and exceptions into the queues of their tickets.
 
@@ -453,6 +470,12 @@ class EngineThread(Generic[E]):
             largest.fail_at_once(ApiError(408, "client_too_slow", text))
             self.tickets.discard(largest)
             self._inbox.put(largest)
+
+
+def ended() -> ApiError:
+    """Return the answer to a request whose engine's thread has ended because of a fault."""
+    text = "the engine has stopped after an error, which the server's log shows: restart the server"
+    return ApiError(503, "engine_stopped", text)
 
 
 def _size_of(tickets: Collection[Ticket[Any]]) -> float:

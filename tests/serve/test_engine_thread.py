@@ -293,6 +293,26 @@ async def test_a_request_gives_way_before_the_engine_has_given_it_a_slot():
 
 
 @asynchronous
+async def test_chats_are_answered_after_the_thread_has_ended():
+    """A fault of the thread's own bookkeeping, here an event of a request that it does not know."""
+    engine = FakeEngine(slots=1, gated=True)
+    running, waiting = ticket("first"), ticket("second")
+    async with started(engine) as thread:
+        thread.submit(running)
+        thread.submit(waiting)
+        await until(lambda: thread._running)
+        thread._running.clear()
+        engine.allow(1)
+        for each in (running, waiting):
+            with pytest.raises(ApiError) as refusal:
+                await said(each)
+            assert (refusal.value.status, refusal.value.code) == (503, "engine_stopped")
+        with pytest.raises(ApiError):
+            thread.submit(ticket("third"))
+        assert not thread.alive
+
+
+@asynchronous
 async def test_a_suspended_ticket_can_be_released():
     engine = FakeEngine(slots=2, gated=True)
     async with started(engine, waiting=40) as thread:
