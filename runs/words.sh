@@ -19,6 +19,12 @@ tell() { # ENGLISH CHINESE: print a line in the user's language
     if in_chinese; then echo "$2"; else echo "$1"; fi
 }
 
+has_npu() { # whether this host has cards, their driver or CANN, in working order or not
+    compgen -G "${ASCEND_ROOT_PREFIX:-}/dev/davinci[0-9]*" >/dev/null ||
+        [ -d "${ASCEND_ROOT_PREFIX:-}/usr/local/Ascend" ] || [ -n "${ASCEND_HOME_PATH:-}" ] ||
+        command -v npu-smi >/dev/null
+}
+
 activation() { # print the command that makes a new terminal ready: on an Ascend host it needs CANN's variables too
     if [ "${NANOCHAT_DEVICE:-npu}" = npu ] && compgen -G "${ASCEND_ROOT_PREFIX:-}/dev/davinci[0-9]*" >/dev/null; then
         echo "source setup_ascend.sh"
