@@ -4,7 +4,6 @@ A wheel is 40 MB and more, nearly all of it compiled. Its Python files, operator
 zip in the user's cache folder.
 """
 
-import importlib
 import os
 import re
 import subprocess
@@ -63,12 +62,18 @@ def cache_folder() -> Path:
 
 
 def index() -> str:
-    """The address of the package index that pip uses."""
+    """The address of the package index that pip uses.
+
+    pip is not imported here: afterwards setuptools, and so torch's compiler, could not be.
+    """
     if given := os.environ.get("PIP_INDEX_URL"):
         return given
-    command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
-    given = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return given or str(importlib.import_module("pip._internal.models.index").PyPI.simple_url)
+    default = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
+    for command in (["-m", "pip", "config", "get", "global.index-url"], ["-c", default]):
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+        if given := done.stdout.strip():
+            return given
+    raise RuntimeError("pip tells no package index")
 
 
 @cache
