@@ -92,7 +92,7 @@ COUNTS = {
 
 # One rounding to bf16 may choose another expert, or change a DeltaNet's memory from there on.
 MAGNIFIERS = ("qwen3.5", "qwen3-moe")
-MAGNIFYING = 5.0  # the comparison in fp32 is the strict one
+MAGNIFYING = 10.0  # the comparison in fp32 is the strict one
 
 
 # --- models --------------------------------------------------------------------------------------

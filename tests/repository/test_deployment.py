@@ -46,7 +46,7 @@ class Clone:
         self, script: str, *flags: str, folder: Path | None = None, **environment: str
     ) -> tuple[int, list[str], str]:
         """Exit code, lines of standard output, standard error."""
-        base = {"PATH": f"{self.stubs}:/usr/bin:/bin", "HOME": str(self.root)}
+        base = {"PATH": f"{self.stubs}:/usr/bin:/bin", "HOME": str(self.root), "ASCEND_HOME_PATH": "/a/CANN"}
         done = subprocess.run(["bash", str(self.root / "runs" / script), *flags], env=base | environment,
                               capture_output=True, text=True, timeout=60, cwd=folder)  # fmt: skip
         return done.returncode, done.stdout.splitlines(), done.stderr
@@ -353,6 +353,7 @@ def test_a_wrong_file_of_settings_is_named(
     ("environment", "code", "first"),
     [
         ({"FAKE_SETUP": "3", "FAKE_DEVICE": "cpu", "FAKE_CARDS": "1"}, 0, "setup_ascend []"),  # without NPU: the CPU
+        ({"ASCEND_HOME_PATH": "", "FAKE_DEVICE": "cpu", "FAKE_CARDS": "1"}, 0, "setup_env"),  # no card, driver or CANN
         ({"NANOCHAT_DEVICE": "cpu", "FAKE_DEVICE": "cpu", "FAKE_CARDS": "1"}, 0, "setup_env"),
         ({"NANOCHAT_DEVICE": "npu", "FAKE_SETUP": "3"}, 1, "setup_ascend []"),  # an NPU is required, but there is none
         ({"FAKE_SETUP": "1"}, 1, "setup_ascend []"),  # unusable NPUs are an error, never a silent fallback
