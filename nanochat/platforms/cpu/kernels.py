@@ -194,6 +194,30 @@ def _reason(failure: OSError | subprocess.SubprocessError) -> str:
 # --- calling -------------------------------------------------------------------------------------
 
 
+def _product(
+    function: Any,
+    x: Tensor,  # (..., inputs)
+    pointer: int,  # to the stored matrix
+    scales: Tensor | None,  # (outputs,) fp32
+    outputs: int,
+) -> Tensor:  # (..., outputs)
+    """Return what a library's function for products computes from x and a stored matrix."""
+    x = x.contiguous()
+    inputs = x.size(-1)
+    y = x.new_empty(*x.shape[:-1], outputs)
+    function(
+        x.data_ptr(),
+        pointer,
+        None if scales is None else scales.data_ptr(),
+        y.data_ptr(),
+        torch.get_num_threads(),
+        x.numel() // inputs,
+        outputs,
+        inputs,
+    )
+    return y
+
+
 class Kernels:
     """Calls the functions of a library that was compiled from kernels.cpp.
 
@@ -397,20 +421,7 @@ class Kernels:
 
         Such a pointer is what reads() returns, or the address of a tensor that in_blocks() made.
         """
-        x = x.contiguous()
-        inputs = x.size(-1)
-        y = x.new_empty(*x.shape[:-1], outputs)
-        self._blocks[dtype](
-            x.data_ptr(),
-            pointer,
-            None if scales is None else scales.data_ptr(),
-            y.data_ptr(),
-            torch.get_num_threads(),
-            x.numel() // inputs,
-            outputs,
-            inputs,
-        )
-        return y
+        return _product(self._blocks[dtype], x, pointer, scales, outputs)
 
     def multiply_panels(
         self,
@@ -420,20 +431,8 @@ class Kernels:
         outputs: int,  # at most those of the panels
     ) -> Tensor:  # (..., outputs) fp32
         """Return x times the transposed matrix that Panels stores."""
-        x = x.contiguous()
-        inputs = x.size(-1)
-        y = x.new_empty(*x.shape[:-1], outputs)
-        self._panels[panels.dtype](
-            x.data_ptr(),
-            panels.data_ptr(),
-            None if scales is None else scales.data_ptr(),
-            y.data_ptr(),
-            torch.get_num_threads(),
-            x.numel() // inputs,
-            outputs,
-            inputs,
-        )
-        return y
+        function = self._panels[panels.dtype]
+        return _product(function, x, panels.data_ptr(), scales, outputs)
 
     # --- small operators -------------------------------------------------------------------------
 

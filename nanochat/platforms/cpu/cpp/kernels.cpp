@@ -9,14 +9,18 @@
 #include "operators.h"
 #include "panels.h"
 
-#ifdef __AVX512BF16__
-#define BLOCKS(W)                                                                                                      \
-    (const bf16 *x, const W *w, const float *scales, bf16 *y, int64_t threads, int64_t rows, int64_t outputs,          \
+#define PRODUCT(FUNCTION, X, W)                                                                                        \
+    (const X *x, const W *w, const float *scales, X *y, int64_t threads, int64_t rows, int64_t outputs,                \
      int64_t inputs) {                                                                                                 \
-        multiply_blocks(x, w, scales, y, threads, rows, outputs, inputs);                                              \
+        FUNCTION(x, w, scales, y, threads, rows, outputs, inputs);                                                     \
     }
-extern "C" void blocks_bf16 BLOCKS(bf16)
-extern "C" void blocks_int8 BLOCKS(int8_t)
+extern "C" void panels_fp32 PRODUCT(panels, float, float)
+extern "C" void panels_bf16 PRODUCT(panels, float, bf16)
+extern "C" void panels_int8 PRODUCT(panels, float, int8_t)
+
+#ifdef __AVX512BF16__
+extern "C" void blocks_bf16 PRODUCT(multiply_blocks, bf16, bf16)
+extern "C" void blocks_int8 PRODUCT(multiply_blocks, bf16, int8_t)
 
 extern "C" void attend_many_bf16(const bf16 *q, const bf16 *k, const bf16 *v, const int64_t *firsts, bf16 *y,
                                  int64_t threads, int64_t q_row, int64_t q_stride, int64_t k_row, int64_t k_stride,
@@ -77,15 +81,6 @@ BOTH(void, log_total, LOG_TOTAL, (x, y, rows, width, threads))
     (T *x, const int64_t *targets, const float *weights, float *losses, int64_t threads, int64_t rows, int64_t width,  \
      int64_t vocab, float cap)
 BOTH(bool, loss, LOSS, (x, targets, weights, losses, rows, width, vocab, cap, threads))
-
-#define PANELS(W)                                                                                                      \
-    (const float *x, const W *w, const float *scales, float *y, int64_t threads, int64_t rows, int64_t outputs,        \
-     int64_t inputs) {                                                                                                 \
-        panels(x, w, scales, y, threads, rows, outputs, inputs);                                                       \
-    }
-extern "C" void panels_fp32 PANELS(float)
-extern "C" void panels_bf16 PANELS(bf16)
-extern "C" void panels_int8 PANELS(int8_t)
 
 #define DECODE(T)                                                                                                      \
     (const Layer *layers, const Sizes *sizes, T *x, const float *last_norm, const T *cos, const T *sin, T *cached_k,   \
