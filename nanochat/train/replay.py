@@ -284,9 +284,7 @@ def _written(base: Base, tokens: int, longest: int, seed: int, compute: Compute)
                 (start, Sampling(temperature=1.0, max_tokens=longest, seed=first_seed + i))
                 for i, start in enumerate(round_starts)
             ]
-            completions = engine.complete(
-                requests, lambda i, completion: progress.advance(len(completion.tokens))
-            )
+            completions = engine.complete(requests, lambda event: progress.advance(1))
             for start, completion in zip(round_starts, completions, strict=True):
                 trained = [int(not forced) for forced in completion.forced]
                 texts.append(Rendered([*start, *completion.tokens], [0] * len(start) + trained))
