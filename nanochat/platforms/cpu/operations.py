@@ -24,7 +24,7 @@ from nanochat.platforms.cpu.gradients import Product8, Trained
 from nanochat.platforms.cpu.kernels import EPSILON, MANY_QUERIES, SUFFIXES, Kernels, kernels
 from nanochat.platforms.cpu.panels import MEASURED, Panels, serve_here
 from nanochat.platforms.cpu.stored import Packed, Packed8, store, store_int8
-from nanochat.platforms.cpu.training import FP32_GRAIN, products_int8
+from nanochat.platforms.cpu.training import GRAINS, products_int8
 from nanochat.platforms.operations import Matrices, Operations, multiplied
 
 # In decoding, two products are faster than torch's operator if rows times keys are at least the
@@ -56,7 +56,7 @@ class CpuOperations(Operations):
         self.fuses_layers = compiles
         self._compiles = compiles
         self._kernels: Kernels | None = None  # set when a model is served
-        self._compiled_attention = False  # whether compiled layers call the C++ kernels
+        self._compiled_formats: tuple[torch.dtype, ...] = ()  # in which layers call our attention
         # Shapes of matrices whose layout has been checked.
         self._compared: set[torch.Size] = set()
 
@@ -545,24 +545,22 @@ class CpuOperations(Operations):
         window: int,
         scale: float | None = None,
     ) -> Tensor | None:  # (B, T, H, D)
-        """Implement PlainAttention.by_documents with C++ kernels in fp32 training."""
-        if q.dtype != torch.float32 or not self._trains_attention(q, k, v):
+        """Implement PlainAttention.by_documents with C++ kernels in training."""
+        if not self._trains_attention(q, k, v):
             return None
         factor = q.size(3) ** -0.5 if scale is None else scale
         return gradients.Attention.apply(q, k, v, positions, window, factor)  # type: ignore[no-any-return]
 
     def prepare_compiling(self) -> None:
         """Compile the C++ kernels that compiled layers call."""
-        self._compiled_attention = self._trained is not None
+        if self._trained is not None:
+            self._compiled_formats = self._trained.training.attention_formats
 
     def _trains_attention(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Return whether gradients.Attention computes attention with its gradients here.
-
-        Compiled layers call it in fp32 only.
-        """
+        """Return whether gradients.Attention computes attention with its gradients here."""
         if is_compiling():
-            is_whole = q.dtype == torch.float32 and q.size(3) % FP32_GRAIN == 0
-            return self._compiled_attention and is_whole and torch.is_grad_enabled()
+            is_whole = q.dtype in self._compiled_formats and q.size(3) % GRAINS[q.dtype] == 0
+            return is_whole and torch.is_grad_enabled()
         use = self._train(q, k, v)
         return use is not None and use.training.takes(q)
 

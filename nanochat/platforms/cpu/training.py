@@ -48,9 +48,8 @@ ATTENTION = {
     "attention_back": (11, 7, 1),
 }
 # The head dimension must be a multiple of this for attention().
-FP32_GRAIN = 32
 GRAINS = {
-    torch.float32: FP32_GRAIN,
+    torch.float32: 32,
     torch.bfloat16: BLOCK,
 }
 
@@ -319,11 +318,14 @@ class Training(Functions):
 
     # --- attention -------------------------------------------------------------------------------
 
+    @property
+    def attention_formats(self) -> tuple[torch.dtype, ...]:
+        """The formats of numbers that attention() supports on this processor."""
+        return tuple(dtype for dtype in GRAINS if ("attention", dtype) in self._functions)
+
     def takes(self, q: Tensor) -> bool:  # (B, T, H, D)
         """Return whether attention() supports queries of this format and head dimension."""
-        if ("attention", q.dtype) not in self._functions:
-            return False
-        return q.size(3) % GRAINS[q.dtype] == 0
+        return q.dtype in self.attention_formats and q.size(3) % GRAINS[q.dtype] == 0
 
     def attention(
         self,
@@ -332,7 +334,7 @@ class Training(Functions):
         v: Tensor,  # (B, T, Hkv, D)
         window: int,
         scale: float,
-        positions: Tensor | None = None,  # (B, T) of each token in its document, only for fp32
+        positions: Tensor | None = None,  # (B, T) of each token in its document
     ) -> tuple[Tensor, Tensor]:  # (B, T, H, D), (B, H, T) fp32
         """Return causal attention, and the log-sum-exp of each query's scores in base 2.
 

@@ -113,19 +113,19 @@ inline uint64_t bits(Range seen) {
 // of the query)), interleaved as [keys / 2][64][2]. The number of keys is even. Also writes the sum of each query's
 // weights, and to `logs` the base-2 log-sum-exp of its scaled scores.
 void weigh(const float *scores, bf16 *weights, int64_t low, int64_t keys, int64_t first, int64_t count,
-           const Shape &shape, float *sums, float *logs) {
-    const __m512 factor = _mm512_set1_ps(shape.scale * LOG2E);
+           const Documents &documents, float scale, float *sums, float *logs) {
+    const __m512 factor = _mm512_set1_ps(scale * LOG2E);
     const auto scaled = [=](int64_t t, int part) { return _mm512_loadu_ps(scores + t * SIDE + 16 * part) * factor; };
     __m512 most[4], total[4];
     for (int part = 0; part < 4; part++) most[part] = _mm512_set1_ps(-INFINITY), total[part] = _mm512_setzero_ps();
     for (int64_t t = 0; t < keys; t++) {
-        const uint64_t seen = bits(shape.seen_by(low + t, first, count));
+        const uint64_t seen = bits(documents.seen_by(low + t, first, count));
         for (int part = 0; part < 4; part++)
             most[part] = _mm512_mask_max_ps(most[part], __mmask16(seen >> (16 * part)), scaled(t, part), most[part]);
     }
     for (int64_t t = 0; t < keys; t += 2) {
-        const uint64_t one = bits(shape.seen_by(low + t, first, count));
-        const uint64_t two = bits(shape.seen_by(low + t + 1, first, count));
+        const uint64_t one = bits(documents.seen_by(low + t, first, count));
+        const uint64_t two = bits(documents.seen_by(low + t + 1, first, count));
         for (int part = 0; part < 4; part++) {
             const __mmask16 masks[2] = {__mmask16(one >> (16 * part)), __mmask16(two >> (16 * part))};
             __m512i both = _mm512_setzero_si512();
@@ -157,6 +157,7 @@ void attention(const Heads<bf16> &q, const Heads<bf16> &k, const Heads<bf16> &v,
         const Tiles tiles;
         for (int64_t pair = begin; pair < end; pair++) {
             const int64_t b = pair / shape.heads, head = pair % shape.heads, kv = head / group;
+            const Documents documents(shape, b);
             if (pair == begin || head % group == 0) {  // the heads of a group share keys and values
                 pack_tokens(v.at(b, 0, kv, D), v.token, T, padded, D, keys.data());
                 turn_tokens(keys.data(), padded, D, values.data(), row);
@@ -164,10 +165,10 @@ void attention(const Heads<bf16> &q, const Heads<bf16> &k, const Heads<bf16> &v,
             }
             for (int64_t first = 0; first < T; first += SIDE) {
                 const int64_t count = std::min(SIDE, T - first);
-                const int64_t low = std::max<int64_t>(first - shape.window, 0) / 32 * 32, seen = first + SIDE - low;
+                const int64_t low = documents.earliest(first) / 32 * 32, seen = first + SIDE - low;
                 pack_channels(q.at(b, first, head, D), q.token, count, D, queries.data());
                 product<false>(seen, D, &keys[low * D], D, queries.data(), scores.data(), SIDE);
-                weigh(scores.data(), weights.data(), low, seen, first, count, shape, sums, own);
+                weigh(scores.data(), weights.data(), low, seen, first, count, documents, shape.scale, sums, own);
                 std::memcpy(logs + pair * T + first, own, count * sizeof(float));
                 product<false>(D, seen, &values[low], row, weights.data(), out.data(), SIDE, RIGHT);
                 for (float &sum : sums) sum = 1.0f / sum;
@@ -183,11 +184,12 @@ struct Slopes {
     float scores[SIDE * SIDE], by_weight[SIDE * SIDE];
     bf16 weights[SIDE * SIDE], slopes[SIDE * SIDE], pairs[SIDE * SIDE];
 
-    void fill(int64_t low, int64_t first, int64_t count, const Shape &shape, const float *logs, const float *along) {
-        const __m512 factor = _mm512_set1_ps(shape.scale * LOG2E), scale = _mm512_set1_ps(shape.scale);
+    void fill(int64_t low, int64_t first, int64_t count, const Documents &documents, float by, const float *logs,
+              const float *along) {
+        const __m512 factor = _mm512_set1_ps(by * LOG2E), scale = _mm512_set1_ps(by);
         for (int64_t t = 0; t < SIDE; t += 2) {
-            const uint64_t one = bits(shape.seen_by(low + t, first, count));
-            const uint64_t two = bits(shape.seen_by(low + t + 1, first, count));
+            const uint64_t one = bits(documents.seen_by(low + t, first, count));
+            const uint64_t two = bits(documents.seen_by(low + t + 1, first, count));
             for (int part = 0; part < 4; part++) {
                 const int64_t at = t * SIDE + 16 * part;
                 const __m512 log = _mm512_loadu_ps(logs + 16 * part), mean = _mm512_loadu_ps(along + 16 * part);
@@ -226,6 +228,7 @@ void attention_back(const Heads<bf16> &q, const Heads<bf16> &k, const Heads<bf16
         const Tiles tiles;
         for (int64_t pair = begin; pair < end; pair++) {
             const int64_t b = pair / shape.kv_heads, kv = pair % shape.kv_heads;
+            const Documents documents(shape, b);
             pack_tokens(k.at(b, 0, kv, D), k.token, T, padded, D, keys.data());
             turn_tokens(keys.data(), padded, D, turned.data(), row);
             gather(k.at(b, 0, kv, D), k.token, T, padded, D, keys.data());
@@ -247,12 +250,12 @@ void attention_back(const Heads<bf16> &q, const Heads<bf16> &k, const Heads<bf16
                         for (int64_t j = 0; j < D; j++) along[i] += wide(out[j]) * wide(by_out[j]);
                     }
                     std::fill(q_sums.begin(), q_sums.end(), 0.0f);
-                    const int64_t start = std::max<int64_t>(first - shape.window, 0) / SIDE * SIDE;
+                    const int64_t start = documents.earliest(first) / SIDE * SIDE;
                     for (int64_t low = start; low <= first; low += SIDE) {
                         const bool own_keys = low == first;  // a query does not see the keys after its own
                         product<false>(SIDE, D, &keys[low * D], D, queries.data(), made.scores, SIDE);
                         product<false>(SIDE, D, &values[low * D], D, grads.data(), made.by_weight, SIDE);
-                        made.fill(low, first, count, shape, log, along);
+                        made.fill(low, first, count, documents, shape.scale, log, along);
                         for (int64_t part = 0; part < D; part += SIDE) {
                             product<true>(SIDE, SIDE, made.weights, SIDE, &grad_pairs[part * SIDE],
                                           &v_sums[low * D + part], D, own_keys ? LEFT : NONE);

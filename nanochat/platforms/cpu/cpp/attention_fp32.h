@@ -26,10 +26,10 @@ struct Shape {
 // The documents of a row of tokens: a query sees no keys of other documents.
 class Documents {
     const Shape &shape;
-    std::vector<int64_t> ends;  // for each token, the first token after its document
+    std::vector<int64_t> ends;  // for each token, also those after the last, the first token after its document
 
   public:
-    Documents(const Shape &shape, int64_t row) : shape(shape), ends(shape.tokens, shape.tokens) {
+    Documents(const Shape &shape, int64_t row) : shape(shape), ends(shape.padded(), shape.tokens) {
         if (!shape.positions) return;
         const int64_t *own = shape.positions + row * shape.tokens;
         for (int64_t t = shape.tokens - 2; t >= 0; t--) ends[t] = own[t + 1] == 0 ? t + 1 : ends[t + 1];

@@ -285,7 +285,7 @@ void shift(const T *k, T *y, int64_t tokens, int64_t length, int64_t heads, int6
 
 }  // namespace
 
-// `positions` may be null, and must be null for bf16. `strides` holds two numbers for each tensor in the order below:
+// `positions` may be null. `strides` holds two numbers for each tensor in the order below:
 // from row to row, and from token to token.
 #define ATTENTION(T)                                                                                                   \
     (T *q, T *k, T *v, const int64_t *positions, T *y, float *logs, const int64_t *strides, int64_t threads,           \
