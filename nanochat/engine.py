@@ -280,31 +280,33 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         samples: int = 1,
-        on_event: Callable[[Event], None] | None = None,
+        on_done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         """Complete every prompt `samples` times, and return the completions in order.
 
         All samples of the first prompt come first, then all samples of the second, and so on. The
         seed of a sample depends only on the given seed, the sample's index and the prompt, not on
-        other prompts or the number of ranks. `on_event` is called with each token as it comes.
-        Raises UserError as complete() does.
+        other prompts or the number of ranks. `on_done` is called with the index of each finished
+        completion and the completion itself. Raises UserError as complete() does.
         """
         requests = [
             (prompt, sample_settings(sampling, prompt, sample))
             for prompt in prompts
             for sample in range(samples)
         ]
-        return self.complete(requests, on_event)
+        return self.complete(requests, on_done)
 
     def complete(
         self,
         requests: Sequence[tuple[Sequence[int], Sampling]],  # prompts with their settings
-        on_event: Callable[[Event], None] | None = None,
+        on_done: Callable[[int, Completion], None] | None = None,
+        on_token: Callable[[], None] | None = None,
     ) -> list[Completion]:
         """Complete every request, and return the completions in order.
 
-        `on_event` is called with each token as it comes. Raises UserError if submit() would, if the engine is busy, or
-        if the model gives NaN, because its replies would then have no score.
+        `on_done` is as in generate(), and `on_token` is called after each token. Raises UserError
+        if submit() would, if the engine is busy, or if the model gives NaN, because its replies
+        would then have no score.
         """
         if self.busy:
             raise UserError(
@@ -322,9 +324,12 @@ class Engine:
                 for event in self.step():
                     if event.broken:
                         raise UserError(broken_model())
-                    completions[index[event.request]].add(event)
-                    if on_event:
-                        on_event(event)
+                    completion = completions[index[event.request]]
+                    completion.add(event)
+                    if on_token:
+                        on_token()
+                    if event.finish and on_done:
+                        on_done(index[event.request], completion)
         finally:
             for number in index:  # after an error or Ctrl-C, leave no request behind
                 self.cancel(number)

@@ -272,11 +272,11 @@ def test_an_impossible_engine_is_refused(model, wrong):
 def test_generate_after_an_interruption_finds_an_empty_engine(model):
     engine = Engine(model, TOKENIZER, slots=2)
 
-    def interrupt(event: Event) -> None:
+    def interrupt(index: int, completion: Completion) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(prompts([5, 6, 7]), GREEDY, on_event=interrupt)
+        engine.generate(prompts([5, 6, 7]), GREEDY, on_done=interrupt)
     assert not engine.busy and engine.free_slots == 2
 
 

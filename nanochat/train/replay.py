@@ -284,7 +284,7 @@ def _written(base: Base, tokens: int, longest: int, seed: int, compute: Compute)
                 (start, Sampling(temperature=1.0, max_tokens=longest, seed=first_seed + i))
                 for i, start in enumerate(round_starts)
             ]
-            completions = engine.complete(requests, lambda event: progress.advance(1))
+            completions = engine.complete(requests, on_token=lambda: progress.advance(1))
             for start, completion in zip(round_starts, completions, strict=True):
                 trained = [int(not forced) for forced in completion.forced]
                 texts.append(Rendered([*start, *completion.tokens], [0] * len(start) + trained))
