@@ -1,11 +1,12 @@
 """Linear layers and embedding tables, whose parameters are fp32 masters in training.
 
-A Linear has two hooks: `multiply` replaces the matrix product, and `adapter` adds to its result. A
-device, a number format or a LoRA sets a hook, and the layers of the models stay as they are.
+A Linear has two hooks: `multiply` replaces the matrix product, and `adapter` returns what is added to
+it. A device, a number format or a LoRA sets a hook, and the layers of the models stay as they are.
 """
 
 from collections.abc import Callable
 
+import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +14,8 @@ from torch import Tensor
 # x (..., inputs), weight (outputs, inputs) -> x W^T. Where torch.compile cannot read the function,
 # its attribute `untraceable` says why.
 Multiply = Callable[[Tensor, Tensor], Tensor]
-AddAdapter = Callable[[Tensor, Tensor], Tensor]  # x (..., inputs), W x (..., outputs) -> W x + A(x)
+# x (..., inputs) -> what is added to W x (..., outputs), or None if nothing is
+Contribution = Callable[[Tensor], Tensor | None]
 
 
 class Linear(nn.Linear):
@@ -23,16 +25,38 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=bias)
         self.has_bias = bias
         self.multiply: Multiply | None = None  # replaces the product with the weight
-        self.adapter: AddAdapter | None = None  # adds to the product with the weight
+        self.adapter: Contribution | None = None
 
     def forward(self, input: Tensor) -> Tensor:  # (..., inputs) -> (..., outputs)
         bias = self.bias.to(input.dtype) if self.has_bias else None
+        added = None if self.adapter is None else self.adapter(input)
         if self.multiply is None:
-            y = F.linear(input, self.weight.to(input.dtype), bias)
-        else:
+            weight = self.weight.to(input.dtype)
+            if added is None:
+                return F.linear(input, weight, bias)
+            y = plus_product(added, input, weight)
+        elif added is None:
             y = self.multiply(input, self.weight)
-            y = y if bias is None else y + bias
-        return y if self.adapter is None else self.adapter(input, y)
+        elif hasattr(self.multiply, "plus"):  # as of matrices in 4 bits, which adapters train on
+            y = self.multiply.plus(added, input)
+        else:
+            y = self.multiply(input, self.weight) + added
+        return y if bias is None else y + bias
+
+
+def plus_product(
+    added: Tensor,  # (..., outputs)
+    x: Tensor,  # (..., inputs)
+    weight: Tensor,  # (outputs, inputs) in x's dtype
+) -> Tensor:  # (..., outputs)
+    """Return `added` plus x W^T, rounded only once.
+
+    What an adapter adds at the beginning of training is less than half the distance between two
+    numbers of bf16 near the product. Added to a product that is rounded already, it would be lost,
+    and the model would learn a third less from its first steps (dev/LOG.md).
+    """
+    y = torch.addmm(added.flatten(0, -2), x.flatten(0, -2), weight.mT)
+    return y.view(added.shape)
 
 
 def matrix_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:

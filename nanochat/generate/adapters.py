@@ -73,7 +73,7 @@ class Adapters:
             changed |= {name.rpartition(".lora_")[0] for name in adapter.values}
         for name, matrix in model.named_modules():
             if name in changed and isinstance(matrix, Linear):
-                matrix.adapter = self._factors(name, matrix, list(adapters.values())).add
+                matrix.adapter = self._factors(name, matrix, list(adapters.values())).contribution
 
     @property
     def names(self) -> list[str]:
@@ -174,21 +174,18 @@ class _Factors:
     first: Tensor  # (N, R, inputs)
     second: Tensor  # (N, R, outputs)
 
-    def add(
+    def contribution(
         self,
         x: Tensor,  # (B, T, inputs)
-        y: Tensor,  # (B, T, outputs): the product of x and the matrix
-    ) -> Tensor:  # (B, T, outputs)
-        """Return y plus the contribution of each row's adapter."""
+    ) -> Tensor | None:  # (B, T, outputs)
+        """Return what each row's adapter adds to the product of the matrix and x."""
         rows = self.adapters.current
         if rows is None:
-            return y
-        flat = y.flatten(0, -2)
+            return None
         if rows.shared is not None:
-            low = F.linear(x, self.first[rows.shared]).flatten(0, -2)
-            return torch.addmm(flat, low, self.second[rows.shared]).view_as(y)
+            return F.linear(x, self.first[rows.shared]) @ self.second[rows.shared]
         if x.size(1) == 1 and rows.uses_mask:
-            low = F.linear(x, self.first.flatten(0, 1)).flatten(0, -2) * rows.mask
-            return torch.addmm(flat, low, self.second.flatten(0, 1)).view_as(y)
+            low = F.linear(x, self.first.flatten(0, 1)) * rows.mask[:, None]
+            return low @ self.second.flatten(0, 1)
         low = torch.bmm(x, self.first[rows.index].mT) * rows.has_adapter
-        return torch.baddbmm(y, low, self.second[rows.index])
+        return torch.bmm(low, self.second[rows.index])

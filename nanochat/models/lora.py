@@ -120,16 +120,15 @@ class LowRank:
         matrix.lora_B = self.second
         matrix.adapter = self
 
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:  # (..., inputs), (..., outputs) -> as y
-        """Return y, the product of the matrix and x, plus the adapter's contribution."""
+    def __call__(self, x: Tensor) -> Tensor:  # (..., inputs) -> (..., outputs)
+        """Return what the adapter adds to the product of the matrix and x."""
         inputs = x
         if self.config.dropout:
             inputs = F.dropout(x, self.config.dropout, self.matrix.training)
         A = self.first.weight.to(x.dtype)
         B = self.second.weight.to(x.dtype)
-        low = F.linear(inputs, A).flatten(0, -2)  # (N, rank)
-        out = torch.addmm(y.flatten(0, -2), low, B.mT, alpha=self.config.scale)
-        return out.view(y.shape)
+        low = F.linear(inputs, A)  # (..., rank)
+        return F.linear(low * self.config.scale, B)
 
     def merge(self) -> None:
         """Add the adapter to its matrix, computing in fp32, and remove it."""

@@ -19,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.linear import Linear
+from nanochat.linear import Linear, plus_product
 
 BITS = 4
 BLOCK = 64  # weights that share a scale
@@ -211,18 +211,33 @@ class Nf4(nn.Module):
 
         The signature is that of Linear.multiply; `weight` is ignored.
         """
-        return _Product.apply(x, self)  # type: ignore[no-any-return]
+        return _Product.apply(x, self, None)  # type: ignore[no-any-return]
+
+    def plus(self, added: Tensor | None, x: Tensor) -> Tensor:
+        """Return `added` (..., outputs) plus the product, rounded only once; see plus_product()."""
+        return _Product.apply(x, self, added)  # type: ignore[no-any-return]
 
 
 class _Product(torch.autograd.Function):
-    """Computes the product with a frozen matrix, so that only the input gets a gradient."""
+    """Computes the product with a frozen matrix, which gets no gradient, plus what is added to it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Nf4) -> Tensor:  # (..., inputs) -> (..., outputs)
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (..., inputs)
+        matrix: Nf4,
+        added: Tensor | None,  # (..., outputs)
+    ) -> Tensor:  # (..., outputs)
         ctx.matrix = matrix
         scales = matrix.scales()
-        starts = range(0, matrix.shape[0], matrix.rows_at_a_time)
-        products = [F.linear(x, matrix.dense_rows(first, scales).to(x.dtype)) for first in starts]
+        products = []
+        for first in range(0, matrix.shape[0], matrix.rows_at_a_time):
+            dense = matrix.dense_rows(first, scales).to(x.dtype)
+            if added is None:
+                product = F.linear(x, dense)
+            else:
+                product = plus_product(added[..., first : first + len(dense)], x, dense)
+            products.append(product)
         return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
     @staticmethod
@@ -236,7 +251,7 @@ class _Product(torch.autograd.Function):
             rows_grad = grad[..., first : first + matrix.rows_at_a_time]
             product = rows_grad @ dense
             total = product if total is None else total.add_(product)
-        return total, None
+        return total, None, grad if ctx.needs_input_grad[2] else None
 
 
 def hold_in_nf4(model: nn.Module, dtype: torch.dtype) -> None:

@@ -45,9 +45,12 @@ def _product(
         for rows in (whole, rest):
             if rows.start == rows.stop:
                 continue
-            torch.mm(x[rows], weights[expert].mT, out=y[rows])
-            if low is not None and factors is not None:  # while these outputs are in the cache
-                y[rows].addmm_(low[rows], factors[expert].mT)
+            if low is None or factors is None:
+                torch.mm(x[rows], weights[expert].mT, out=y[rows])
+                continue
+            # The larger product comes last, so that the sum is rounded once; see plus_product().
+            torch.mm(low[rows], factors[expert].mT, out=y[rows])
+            y[rows].addmm_(x[rows], weights[expert].mT)
     return y
 
 

@@ -60,10 +60,8 @@ class Joined:
         products = self.multiply(x).split(self._sizes, dim=-1)
         outputs = []
         for matrix, product in zip(self._matrices, products, strict=True):
-            if matrix.adapter is None:
-                outputs.append(product)
-            else:
-                outputs.append(matrix.adapter(x, product))
+            added = None if matrix.adapter is None else matrix.adapter(x)
+            outputs.append(product if added is None else product + added)
         return outputs
 
 

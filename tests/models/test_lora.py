@@ -11,7 +11,12 @@ import torch
 from nanochat.checkpoint_manager.huggingface.adapter import merge_adapter, read_adapter, save_adapter
 from nanochat.checkpoint_manager.huggingface.peft_settings import ALLOWED, HARMLESS, HONOURED
 from nanochat.common import UserError
-from nanochat.models.lora import LoraConfig, add_adapters, init_adapters, merge
+from nanochat.linear import Linear
+from nanochat.models.lora import LoraConfig, LowRank, StackLowRank, add_adapters, init_adapters, merge
+from nanochat.models.nf4 import hold_in_nf4, nf4_matrices
+from nanochat.models.qwen.experts import Experts
+from nanochat.platforms.grouped_experts import GroupedExperts
+from nanochat.platforms.operations import Operations
 from tests.support.adapters import with_adapter
 from tests.support.qwens import VOCABULARY, oracle, tiny_qwen
 from tests.support.tiny_model import on_cpu
@@ -272,3 +277,52 @@ def test_a_frozen_matrix_costs_four_flops_an_entry_and_its_adapter_six() -> None
     model, full = with_adapter("qwen3", CONFIG), tiny_qwen("qwen3").flops_per_token()
     counts = model.parameter_counts()
     assert model.flops_per_token() == full - 2 * (counts["matrix"] + model.head.weight.numel()) + 6 * counts["adapter"]
+
+
+def share_kept(adapted: torch.Tensor, plain: torch.Tensor, added: torch.Tensor) -> float:
+    """How much of what an adapter adds is in an output, which is rounded: 1 if rounding loses none on average."""
+    change = adapted.double() - plain.double()
+    return float((change * added.double()).sum() / added.double().square().sum())
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_rounding_does_not_swallow_what_a_new_adapter_adds(bits: int) -> None:
+    torch.manual_seed(1)
+    holder = torch.nn.Sequential(Linear(256, 512))
+    matrix = holder[0]
+    weight = torch.randn(512, 256) / 16
+    if bits == 4:
+        hold_in_nf4(holder, torch.bfloat16)
+        (held,) = nf4_matrices(holder).values()
+        held.fill(lambda first, count: weight[first : first + count])
+    else:
+        matrix.weight = torch.nn.Parameter(weight.bfloat16(), requires_grad=False)
+    x = torch.randn(64, 256).bfloat16()
+    plain = matrix(x)
+    adapter = LowRank(matrix, LoraConfig(4))
+    torch.nn.init.normal_(adapter.second.weight, std=4e-5)  # a tenth of what the product is rounded by
+    assert adapter(x).abs().mean() < 0.1 * 2**-8 * plain.abs().mean()
+    assert share_kept(matrix(x), plain, adapter(x)) == pytest.approx(1, abs=0.25)
+
+
+@pytest.mark.parametrize("operations", [None, Operations()])
+def test_rounding_does_not_swallow_what_a_new_adapter_of_experts_adds(operations: Operations | None) -> None:
+    experts = next(m for m in tiny_qwen("qwen3-moe", operations=operations).modules() if isinstance(m, Experts))
+    torch.manual_seed(1)
+    inputs = experts.down_proj.size(2)
+    torch.nn.init.normal_(experts.down_proj, std=inputs**-0.5)
+    x = torch.randn(2048, inputs).bfloat16()
+    counts = torch.tensor([2048] + [0] * (experts.num_experts - 1))
+
+    def products() -> torch.Tensor:
+        if isinstance(experts, GroupedExperts):
+            return experts._grouped("down_proj", x, counts)
+        return experts._product("down_proj", 0, x)
+
+    plain = products()
+    adapter = StackLowRank(experts, "down_proj", LoraConfig(4))
+    torch.nn.init.normal_(adapter.second.weight, std=4e-5)
+    first, second = adapter(torch.bfloat16)
+    added = x @ first[0].mT @ second[0].mT
+    assert added.abs().mean() < 0.1 * 2**-8 * plain.abs().mean()
+    assert share_kept(products(), plain, added) == pytest.approx(1, abs=0.25)

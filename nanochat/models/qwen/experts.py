@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.linear import Linear
+from nanochat.linear import Linear, plus_product
 from nanochat.models.qwen.config import QwenConfig
 from nanochat.models.qwen.functions import swiglu
 
@@ -101,13 +101,12 @@ class Experts(nn.Module):
         x: Tensor,  # (n, inputs), the tokens of the expert
     ) -> Tensor:  # (n, outputs)
         """Return the product of x with an expert's matrix, plus what the stack's adapter adds."""
-        weight = self.stack(stack)[expert]
-        y = F.linear(x, weight.to(x.dtype))
+        weight = self.stack(stack)[expert].to(x.dtype)
         if stack not in self.adapters:
-            return y
+            return F.linear(x, weight)
         first, second = self.adapters[stack](x.dtype)
-        low = F.linear(x, first[expert])
-        return y + F.linear(low, second[expert])
+        added = F.linear(F.linear(x, first[expert]), second[expert])
+        return plus_product(added, x, weight)
 
 
 class MixtureOfExperts(nn.Module):

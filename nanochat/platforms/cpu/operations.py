@@ -37,8 +37,8 @@ LOGIT_ROWS = 256  # with fewer, rounding the head to 8 bits takes longer than it
 class CpuOperations(Operations):
     """Operators that use C++ kernels, or plain torch where the kernels are missing or do not apply.
 
-    In bf16 models under torch.compile, attention without grouped heads is computed in blocks, which
-    takes less than half the time of torch's own.
+    Where the kernels do not take bf16, compiled models compute attention without grouped heads in
+    blocks, which takes less than half the time of torch's own.
     """
 
     loss_logits = 1 << 24
@@ -520,8 +520,8 @@ class CpuOperations(Operations):
     ) -> Tensor:  # (B, T, H, D)
         """Implement PlainAttention.attend with C++ kernels.
 
-        Compiled bf16 models use BlockedAttention instead, unless heads are grouped or `scale` is
-        given.
+        Compiled bf16 models use BlockedAttention where the kernels do not take bf16, unless heads
+        are grouped or `scale` is given.
         """
         B, _, H, D = q.shape
         factor = D**-0.5 if scale is None else scale
