@@ -81,27 +81,28 @@ def tuning_rate(
 ) -> float:
     """Return the peak learning rate of AdamW for fine-tuning a model of `width` channels.
 
-    At 576 channels and up to 400 steps it is 2e-3 for an adapter and 1e-4 when every parameter is
+    At 576 channels and up to 400 steps it is 1.4e-3 for an adapter and 1e-4 when every parameter is
     trained. Wider models take smaller rates: a step changes the output of a matrix in proportion to
     its width, and the output of an adapter less so. Narrower models take larger rates. Longer runs
-    take smaller rates, down to half at 1,600 steps, because each step needs to move less. DPO
-    (`preferences`) takes a twentieth: its loss has no floor, and large steps move far away from the
-    reference model. At 4,096 channels the rates are 1.7e-4 and 1.4e-5, as is usual for models of 7
-    billion parameters.
+    take smaller rates, down to half at 1,600 steps, because each step needs to move less. At 4,096
+    channels the rates are 1.2e-4 and 1.4e-5, as is usual for models of 7 billion parameters.
+
+    DPO (`preferences`) takes a fifteenth of an adapter's rate and a twentieth of the other: its
+    loss has no floor, and large steps move far away from the reference model.
 
     The rates were fitted at 192 and 576 channels, on 300 conversations beside the model's own words
     (train/replay.py), which allow higher rates than the data alone; dev/LOG.md has the figures.
-    Without `own_words`, an adapter takes a quarter of its rate, and every parameter half.
+    Without `own_words`, an adapter takes a third of its rate, and every parameter half.
     """
     is_wide = width > FITTED_WIDTH
     if adapter:
-        rate = 2e-3 * (FITTED_WIDTH / width) ** (1.25 if is_wide else 0.75)
+        rate = 1.4e-3 * (FITTED_WIDTH / width) ** (1.25 if is_wide else 1.075)
     else:
         rate = 1e-4 * (FITTED_WIDTH / width) ** (1 if is_wide else 2)
     for_length = (400 / max(steps, 1)) ** 0.5
     rate *= min(max(for_length, 0.5), 1.0)
     if preferences:
-        return 0.05 * rate
+        return rate / 15 if adapter else rate / 20
     if not own_words:
-        return rate / 4 if adapter else rate / 2
+        return rate / 3 if adapter else rate / 2
     return rate
