@@ -1,7 +1,8 @@
 """Linear layers and embedding tables, whose parameters are fp32 masters in training.
 
-A Linear has two hooks: `multiply` replaces the matrix product, and `adapter` returns what is added to
-it. A device, a number format or a LoRA sets a hook, and the layers of the models stay as they are.
+A Linear has two hooks: `multiply` replaces the matrix product, and `adapter` returns what is added
+to it. A device, a number format or a LoRA sets a hook, and the layers of the models stay as they
+are.
 """
 
 from collections.abc import Callable
@@ -53,7 +54,7 @@ def plus_product(
 
     What an adapter adds at the beginning of training is less than half the distance between two
     numbers of bf16 near the product. Added to a product that is rounded already, it would be lost,
-    and the model would learn a third less from its first steps (dev/LOG.md).
+    and the first steps would teach the model less than in fp32 (dev/LOG.md).
     """
     y = torch.addmm(added.flatten(0, -2), x.flatten(0, -2), weight.mT)
     return y.view(added.shape)

@@ -213,13 +213,13 @@ class Nf4(nn.Module):
         """
         return _Product.apply(x, self, None)  # type: ignore[no-any-return]
 
-    def plus(self, added: Tensor | None, x: Tensor) -> Tensor:
+    def plus(self, added: Tensor, x: Tensor) -> Tensor:
         """Return `added` (..., outputs) plus the product, rounded only once; see plus_product()."""
         return _Product.apply(x, self, added)  # type: ignore[no-any-return]
 
 
 class _Product(torch.autograd.Function):
-    """Computes the product with a frozen matrix, which gets no gradient, plus what is added to it."""
+    """Computes the product with a frozen matrix, which gets no gradient, and adds to it."""
 
     @staticmethod
     def forward(
