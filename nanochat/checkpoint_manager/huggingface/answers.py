@@ -6,7 +6,7 @@ begins after the words that open a reply, and ends with the token that ends it.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -111,29 +111,35 @@ def with_single_calls(conversation: Conversation) -> Conversation:
 
     The results of a call follow it: those with its ID or, without IDs, those in its place.
     """
-    placed: list[tuple[int, int, Message]] = []  # (index of the reply, number of the call, turn)
-    reply = results = 0
-    ids: list[Any] = []
+    groups: list[list[Message]] = []  # each is a turn and the results that follow it
     for i, turn in enumerate(conversation.messages):
-        if turn.role == "tool":
-            call_id = turn.fields.get("tool_call_id")
-            number = min(results, max(len(ids) - 1, 0))
-            placed.append((reply, ids.index(call_id) if call_id in ids else number, turn))
-            results += 1
-            continue
-        reply = i
-        results = 0
-        calls = turn.fields.get("tool_calls", ())
-        ids = [call.get("id") for call in calls]
         turn = replace(turn, trained=turn.trained and i >= conversation.prompt_turns)
-        singles = [turn]
-        if len(calls) > 1:
-            singles = [replace(turn, fields={**turn.fields, "tool_calls": [calls[0]]})]
-            for call in calls[1:]:
-                singles.append(replace(turn, parts=(), fields={"tool_calls": [call]}))
-        placed += [(i, number, single) for number, single in enumerate(singles)]
-    turns = [turn for *_, turn in sorted(placed, key=lambda entry: entry[:2])]
-    return replace(conversation, messages=tuple(turns), prompt_turns=0)
+        if turn.role == "tool" and groups:
+            groups[-1].append(turn)
+        else:
+            groups.append([turn])
+    turns = tuple(single for turn, *results in groups for single in _single_calls(turn, results))
+    return replace(conversation, messages=turns, prompt_turns=0)
+
+
+def _single_calls(turn: Message, results: Sequence[Message]) -> Iterator[Message]:
+    """Yield a reply for each call of a turn, and after it the results of that call."""
+    calls = turn.fields.get("tool_calls", ())
+    replies = [turn]
+    if len(calls) > 1:
+        replies = [replace(turn, fields={**turn.fields, "tool_calls": [calls[0]]})]
+        replies += [replace(turn, parts=(), fields={"tool_calls": [call]}) for call in calls[1:]]
+    ids = [call.get("id") for call in calls]
+    results_of: list[list[Message]] = [[] for _ in replies]
+    for place, result in enumerate(results):
+        call_id = result.fields.get("tool_call_id")
+        if call_id is not None and call_id in ids:
+            results_of[ids.index(call_id)].append(result)
+        else:
+            results_of[min(place, len(replies) - 1)].append(result)
+    for reply, own_results in zip(replies, results_of, strict=True):
+        yield reply
+        yield from own_results
 
 
 def call_format(written: str) -> str | None:
