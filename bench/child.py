@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,7 +23,11 @@ def task() -> dict[str, Any]:
 
 
 def answers() -> Callable[[Any], None]:
-    """Return a function that answers the parent; other output of this process goes to stderr."""
+    """Return a function that answers the parent; other output of this process goes to stderr.
+
+    From now on, this process ends when its parent does, so that no killed benchmark trains on.
+    """
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -30,6 +35,13 @@ def answers() -> Callable[[Any], None]:
         print(json.dumps(content), file=stream, flush=True)
 
     return answer
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent has ended."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def requests() -> Iterator[Any]:

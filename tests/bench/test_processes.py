@@ -1,5 +1,7 @@
 """The processes of benchmarks: whose code they run, how they fail, what is refused."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from bench.train.variants import Variant, training
 from nanochat.common import UserError
 from nanochat.tokenizer import Tokenizer
 from tests.bench.fakes import TEXT, fake_upstream, tiny_plan
+from tests.support.fake_engine import eventually
 
 
 @pytest.mark.slow
@@ -23,6 +26,18 @@ def test_a_side_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
         training(Variant("upstream", "float32"), plan, broken) as process,
     ):
         process.answer()
+
+
+SIDE = "from bench import child; import os, time; child.answers()(os.getpid()); time.sleep(100)"
+
+
+def test_a_side_ends_with_the_benchmark_that_was_killed() -> None:
+    benchmark = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SIDE!r}])"
+    with subprocess.Popen([sys.executable, "-c", benchmark], stdout=subprocess.PIPE, cwd=processes.ROOT) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.kill()
+        eventually(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_a_side_has_one_thread_and_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
