@@ -9,7 +9,7 @@ python -m scripts.chat_rl --model ./Qwen3-0.6B --problems sums.jsonl
 torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_size=4 --examples_per_step=16
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -267,7 +267,10 @@ def train(cfg: Config, compute: Compute) -> None:
     reference = None
     if cfg.policy.kl:  # a copy of the weights before RL, before a checkpoint is loaded
         reference = reference_of(model, sampler, compute)
-    sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens, cfg.run.seed)
+    sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens)
+    practice = rollout.Practice(
+        cfg.num_samples, sampling, cfg.device_batch_size, cfg.policy, cfg.shuffle_rewards
+    )
     greedy = Sampling(temperature=0.0, max_tokens=cfg.max_new_tokens)
     groups = None
     if over_trees(cfg.trees, model, compute):
@@ -311,16 +314,12 @@ def train(cfg: Config, compute: Compute) -> None:
             replies, samples = rollout.roll_out(
                 task,
                 problems[numbers].tolist(),
-                cfg.num_samples,
-                replace(sampling, seed=cfg.run.seed * 1_000_003 + step),
-                cfg.device_batch_size,
+                practice.seeded(cfg.run.seed * 1_000_003 + step),
                 sampler.model,
                 tokenizer,
                 compute,
-                cfg.policy,
-                shuffle=cfg.shuffle_rewards,
-                groups=groups,
-                reference=reference,
+                groups,
+                reference,
             )
             sampler_gap = rollout.sampler_gap(samples, model, compute)
 

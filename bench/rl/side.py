@@ -82,6 +82,8 @@ class Ours:
         self.sampler.renew(model)
         self.groups = Groups(self.sampler.model, self.tokenizer) if trees else None
         self.task = Problems(shape)
+        sampling = Sampling(shape.temperature, 50, shape.reply)
+        self.practice = rollout.Practice(shape.samples, sampling, shape.pass_rows, POLICY)
 
     def step(self, number: int) -> None:
         """Make a step."""
@@ -91,14 +93,11 @@ class Ours:
         rolled, samples = rollout.roll_out(
             self.task,
             range(shape.problems),
-            shape.samples,
-            Sampling(shape.temperature, 50, shape.reply, seed=number),
-            shape.pass_rows,
+            self.practice.seeded(number),
             self.sampler.model,
             self.tokenizer,
             self.compute,
-            POLICY,
-            groups=self.groups,
+            self.groups,
         )
         rollout.sampler_gap(samples, trainer.model, self.compute)
         if rolled.num_targets:  # otherwise the step has nothing to learn from

@@ -126,46 +126,56 @@ def fitting(task: Task, tokenizer: Tokenizer, context: int) -> list[int]:
     return numbers
 
 
+@dataclass(frozen=True)
+class Practice:
+    """How the replies of each step are sampled, and how they become batches.
+
+    `shuffle` reorders the rewards of all ranks at random, as a control. Shuffling within each group
+    would not be a fair control: if most replies are right, most orders lower the total advantage of
+    the right replies a little and few raise it a lot, and optimizers that normalise the size of a
+    step let the frequent changes win.
+    """
+
+    samples: int  # replies to each problem
+    sampling: Sampling
+    batch_rows: int  # replies per training pass on one device, at most
+    policy: PolicyFlags
+    shuffle: bool = False
+
+    def seeded(self, seed: int) -> "Practice":
+        """Return the same practice with the seed of a step."""
+        return replace(self, sampling=replace(self.sampling, seed=seed))
+
+
 def roll_out(
     task: Task,
     numbers: Sequence[int],
-    samples: int,
-    sampling: Sampling,
-    device_batch_size: int,
+    practice: Practice,
     model: Model,
     tokenizer: Tokenizer,
     compute: Compute,
-    policy: PolicyFlags,
-    shuffle: bool = False,
     groups: Groups | None = None,
     reference: Reference | None = None,
 ) -> tuple[Rollouts, list[Sample]]:
     """Sample and grade replies to problems, and return this rank's batches and trained samples.
 
     The ranks divide `numbers`, the indices of the problems. Of these problems, at most one in
-    `policy.oversample` is trained on. `shuffle` reorders the rewards of all ranks at random, as a
-    control. Shuffling within each group would not be a fair control: if most replies are right,
-    most orders lower the total advantage of the right replies a little and few raise it a lot, and
-    optimizers that normalise the size of a step let the frequent changes win.
+    `policy.oversample` is trained on.
 
     With `groups`, which must sample from `model`, replies are sampled and trained on as trees.
     `reference` returns the model that `policy.kl` pulls tokens back to, and is called once, after
     sampling; without it, nothing is pulled.
     """
+    policy = practice.policy
+    sampling = practice.sampling
+    samples = practice.samples
     all_prompts = [tokenizer.render_prompt(task[number]) for number in numbers]
     own_share = slice(compute.rank, None, compute.world_size)
     prompts = all_prompts[own_share]
-    engine = groups or _engine_for(prompts, samples, sampling, model, tokenizer)
+    engine = groups or _engine_for(prompts, practice, model, tokenizer)
+    rounds = _rounds(all_prompts)[own_share]
     replies, rewards = _graded_replies(
-        task,
-        numbers[own_share],
-        prompts,
-        _rounds(all_prompts)[own_share],
-        engine,
-        sampling,
-        samples,
-        tokenizer,
-        compute,
+        task, numbers[own_share], prompts, rounds, engine, practice, tokenizer, compute
     )
     limit = sampling.max_tokens
     overlong = policy.overlong_tokens
@@ -175,10 +185,9 @@ def roll_out(
         # After a long prompt, the context cuts a reply before it has `limit` tokens.
         shaped_reward = shaped(reward, len(reply.tokens), min(limit, room), overlong)
         shaped_rewards.append(shaped_reward)
-    if shuffle:
-        shaped_rewards = _shuffled(
-            shaped_rewards, len(numbers), samples, str(sampling.seed), compute
-        )
+    if practice.shuffle:
+        seed = str(sampling.seed)
+        shaped_rewards = _shuffled(shaped_rewards, len(numbers), samples, seed, compute)
     reward_groups = [
         shaped_rewards[first : first + samples] for first in range(0, len(shaped_rewards), samples)
     ]
@@ -208,7 +217,7 @@ def roll_out(
         for sample in trained_samples
     ]
     batches, extras = _batches(
-        trained_samples, device_batch_size, tokenizer.bos, compute, policy, groups is not None
+        trained_samples, practice.batch_rows, tokenizer.bos, compute, policy, groups is not None
     )
     measured = totals.figures(with_kl=reference is not None)
     return Rollouts(batches, int(totals.targets), measured, extras), trained_samples
@@ -220,15 +229,16 @@ def _graded_replies(
     prompts: Sequence[list[int]],
     rounds: Sequence[int],
     engine: Engine | Groups,
-    sampling: Sampling,
-    samples: int,
+    practice: Practice,
     tokenizer: Tokenizer,
     compute: Compute,
 ) -> tuple[list[Completion], list[float]]:
-    """Return the replies to this rank's problems, `samples` for each in turn, and their rewards.
+    """Return the replies to this rank's problems, the samples of each in turn, and their rewards.
 
     Problems of different `rounds`, which _rounds() returns, are sampled with different seeds.
     """
+    samples = practice.samples
+    sampling = practice.sampling
     replies = [Completion()] * (len(prompts) * samples)
     rewards = [0.0] * len(replies)
     for round_number in sorted(set(rounds)):
@@ -266,15 +276,14 @@ def _rounds(prompts: Sequence[Sequence[int]]) -> list[int]:
 
 def _engine_for(
     prompts: Sequence[Sequence[int]],
-    samples: int,
-    sampling: Sampling,
+    practice: Practice,
     model: Model,
     tokenizer: Tokenizer,
 ) -> Engine:
     """Return an engine in which every one of these prompts has room for a reply."""
     longest = max(map(len, prompts), default=1)
-    room = min(longest + sampling.max_tokens, model.config.sequence_len)
-    rows = min(ENGINE_ROWS, max(len(prompts) * samples, 1))
+    room = min(longest + practice.sampling.max_tokens, model.config.sequence_len)
+    rows = min(ENGINE_ROWS, max(len(prompts) * practice.samples, 1))
     return Engine(model, tokenizer, rows, room)
 
 
@@ -375,7 +384,7 @@ def _trained(flat: Sequence[bool], total: int, oversample: int, compute: Compute
 
 def _batches(
     samples: Sequence[Sample],
-    device_batch_size: int,
+    batch_rows: int,
     pad: int,
     compute: Compute,
     policy: PolicyFlags,
@@ -385,14 +394,14 @@ def _batches(
     ratios = policy.loss != "reinforce"
     extras = ("weights", "sampled", "copies") if ratios else ("weights",)
     if not trees:
-        batches = _rows(merged(samples), device_batch_size, pad, compute)
+        batches = _rows(merged(samples), batch_rows, pad, compute)
         return [tensors[: 2 + len(extras)] for tensors in batches], extras
     summed = SUMMED[policy.loss]
     if summed == "same reply":
         samples = merged(samples)
         extras += ("replies",)
     extras += TREE
-    return pack(samples, device_batch_size, pad, compute, summed, extras), extras
+    return pack(samples, batch_rows, pad, compute, summed, extras), extras
 
 
 def merged(samples: Sequence[Sample]) -> list[Sample]:

@@ -61,10 +61,8 @@ def rolled(
     device_batch_size: int = 100, compute: Compute | None = None, shuffle: bool = False, model: GPT | None = None,
     policy: PolicyFlags = REINFORCE,
 ):  # fmt: skip
-    return rollout.roll_out(
-        Even(), NUMBERS, 4, SAMPLING, device_batch_size, model or talkative(), TOKENIZER, compute or on_cpu(), policy,
-        shuffle,
-    )  # fmt: skip
+    practice = rollout.Practice(4, SAMPLING, device_batch_size, policy, shuffle)
+    return rollout.roll_out(Even(), NUMBERS, practice, model or talkative(), TOKENIZER, compute or on_cpu())
 
 
 def gradient(device_batch_size: int, compute: Compute) -> tuple[Outcome, dict[str, torch.Tensor], int]:
@@ -114,7 +112,8 @@ def test_tokens_that_the_calculator_wrote_are_not_trained(monkeypatch):
     monkeypatch.setattr(Engine, "generate", generate)
     grades = [float(at % 2) for at in range(2 * len(NUMBERS))]
     monkeypatch.setattr(Even, "grade_all", lambda self, problems, replies: grades, raising=False)
-    rollouts, samples = rollout.roll_out(Even(), NUMBERS, 2, SAMPLING, 8, talkative(), TOKENIZER, on_cpu(), REINFORCE)
+    practice = rollout.Practice(2, SAMPLING, 8, REINFORCE)
+    rollouts, samples = rollout.roll_out(Even(), NUMBERS, practice, talkative(), TOKENIZER, on_cpu())
     assert [[weight != 0 for weight in sample.weights] for sample in samples] == [[True, True, False, False, True]] * 12
     assert rollouts.num_targets == 12 * 3
     assert rollouts.measured.entropy == 1.0  # of chosen tokens only
@@ -138,7 +137,8 @@ def replies_to(numbers: list[int], compute: Compute) -> list[list[list[int]]]:
         def grade_all(self, problems, graded):
             return [float(i % 2) for i in range(len(graded))]
 
-    _, samples = rollout.roll_out(Mixed(), numbers, 4, SAMPLING, 8, talkative(), TOKENIZER, compute, REINFORCE)
+    practice = rollout.Practice(4, SAMPLING, 8, REINFORCE)
+    _, samples = rollout.roll_out(Mixed(), numbers, practice, talkative(), TOKENIZER, compute)
     replies = [sample.completion.tokens for sample in samples]
     return [replies[first : first + 4] for first in range(0, len(replies), 4)]
 
@@ -160,9 +160,8 @@ class Hopeless(Even):
 
 
 def test_a_step_of_flat_groups_has_nothing_to_train_and_no_figure_that_is_not_a_number():
-    rollouts, samples = rollout.roll_out(
-        Hopeless(), NUMBERS, 4, SAMPLING, 8, talkative(), TOKENIZER, on_cpu(), REINFORCE
-    )
+    practice = rollout.Practice(4, SAMPLING, 8, REINFORCE)
+    rollouts, samples = rollout.roll_out(Hopeless(), NUMBERS, practice, talkative(), TOKENIZER, on_cpu())
     assert rollouts.micro_batches == [] and samples == [] and rollouts.num_targets == 0
     assert (rollouts.measured.flat, rollouts.measured.reward) == (1.0, 0.0)
     assert rollout.sampler_gap(samples, talkative(), on_cpu()) == 0.0
@@ -282,10 +281,9 @@ def test_replies_that_the_context_cuts_lose_as_much_as_those_that_the_limit_cuts
     model.config = replace(model.config, sequence_len=longest + 8)  # the limit is 10 tokens
     monkeypatch.setattr(rollout, "advantages", lambda rewards, kind: rewards)
     monkeypatch.setattr(Even, "grade_all", lambda self, problems, replies: [2.0] * len(replies), raising=False)
-    _, samples = rollout.roll_out(
-        Even(), NUMBERS, 4, SAMPLING, 8, model, TOKENIZER, on_cpu(), PolicyFlags(overlong_tokens=5),
-        groups=Groups(model, TOKENIZER) if trees else None,
-    )  # fmt: skip
+    practice = rollout.Practice(4, SAMPLING, 8, PolicyFlags(overlong_tokens=5))
+    groups = Groups(model, TOKENIZER) if trees else None
+    _, samples = rollout.roll_out(Even(), NUMBERS, practice, model, TOKENIZER, on_cpu(), groups)
     cut = [sample for sample in samples if sample.completion.finish == "length"]
     assert {len(sample.completion.tokens) for sample in cut} == {8, 10}
     assert all(max(sample.weights) == 1.0 for sample in cut)

@@ -59,7 +59,8 @@ def learned(
             model.lm_head.weight.mul_(1.02)
     parallel.shard(model, model.shard_groups(), compute)
     groups = Groups(sampler, TOKENIZER) if over else None
-    rolled, _ = rollout.roll_out(Even(), NUMBERS, 8, sampling, rows, sampler, TOKENIZER, compute, policy, groups=groups)
+    practice = rollout.Practice(8, sampling, rows, policy)
+    rolled, _ = rollout.roll_out(Even(), NUMBERS, practice, sampler, TOKENIZER, compute, groups)
     recorder: Any = Recorder(model)
     return update(model, recorder, rolled, LossScale(), compute, loss=policy.ratio_loss), recorder.gradients
 
