@@ -24,7 +24,7 @@ from nanochat.platforms.cpu.gradients import Product8, Trained
 from nanochat.platforms.cpu.kernels import EPSILON, MANY_QUERIES, SUFFIXES, Kernels, kernels
 from nanochat.platforms.cpu.panels import MEASURED, Panels, serve_here
 from nanochat.platforms.cpu.stored import Packed, Packed8, store, store_int8
-from nanochat.platforms.cpu.training import GRAINS, products_int8
+from nanochat.platforms.cpu.training import products_int8, takes_attention
 from nanochat.platforms.operations import Matrices, Operations, multiplied
 
 # In decoding, two products are faster than torch's operator if rows times keys are at least the
@@ -559,8 +559,7 @@ class CpuOperations(Operations):
     def _trains_attention(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether gradients.Attention computes attention with its gradients here."""
         if is_compiling():
-            is_whole = q.dtype in self._compiled_formats and q.size(3) % GRAINS[q.dtype] == 0
-            return is_whole and torch.is_grad_enabled()
+            return torch.is_grad_enabled() and takes_attention(q, self._compiled_formats)
         use = self._train(q, k, v)
         return use is not None and use.training.takes(q)
 

@@ -6,7 +6,7 @@ B batch, T time, C channels, H heads, D head dimension, N tokens.
 
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,11 @@ GRAINS = {
     torch.float32: 32,
     torch.bfloat16: BLOCK,
 }
+
+
+def takes_attention(q: Tensor, formats: Collection[torch.dtype]) -> bool:  # (B, T, H, D)
+    """Return whether kernels with these `attention_formats` support the queries."""
+    return q.dtype in formats and q.size(3) % GRAINS[q.dtype] == 0
 
 
 def side_by_side(x: Tensor) -> Tensor:  # (B, T, H, D)
@@ -325,7 +330,7 @@ class Training(Functions):
 
     def takes(self, q: Tensor) -> bool:  # (B, T, H, D)
         """Return whether attention() supports queries of this format and head dimension."""
-        return q.dtype in self.attention_formats and q.size(3) % GRAINS[q.dtype] == 0
+        return takes_attention(q, self.attention_formats)
 
     def attention(
         self,
