@@ -58,6 +58,7 @@ LEAST = {
     "source_step": 0,
     "documents_every": 0,
     "replay_every": 0,
+    "embedding_noise": 0,
     "top_k": 0,
     "warmup_steps": 0,
     "warmup_ratio": 0,

@@ -79,3 +79,8 @@ def test_without_own_words_rates_are_lower() -> None:
     for adapter, divisor in ((True, 3), (False, 2)):
         with_words, without = (tuning_rules.tuning_rate(576, 400, adapter, False, words) for words in (True, False))
         assert with_words == pytest.approx(divisor * without)
+
+
+def test_only_models_narrower_than_576_channels_read_noise() -> None:
+    shares = [tuning_rules.tuning_noise(width) for width in (64, 192, 288, 576, 4096)]
+    assert shares == pytest.approx([1.0, 1.0, 0.5, 0.0, 0.0])

@@ -60,6 +60,8 @@ class Qwen(nn.Module):
         self._checkpoints = False
         self.offloads = False  # with `checkpoints`, the layers' inputs are kept in host memory
         self.offload_tensor = offload_tensor
+        # (B, T, C), (B, T) -> (B, T, C): what training does to the embeddings of token ids
+        self.embedding_noise: Callable[[Tensor, Tensor], Tensor] | None = None
         self._rotary = RotaryCache()
 
     @property
@@ -175,6 +177,8 @@ class Qwen(nn.Module):
         context = context or Context()
         context.bind(self)
         x = self.embed(idx)
+        if self.embedding_noise is not None and torch.is_grad_enabled():
+            x = self.embedding_noise(x, idx)
         rotary = self.rotary(context, idx.size(1))
         for block in self.blocks:
             if self.checkpoints and torch.is_grad_enabled():
