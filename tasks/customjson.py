@@ -25,7 +25,7 @@ MESSAGES = ("messages", "conversations", "conversation")
 _SYSTEM = ("system", "system_prompt")
 _OPTIONS = ("tools", "functions", "chat_template_kwargs")
 _QUESTIONS = ("instruction", "query", "question", "prompt", "INSTRUCTION")
-_WITH_INPUT = ("instruction", "query", "INSTRUCTION")  # their "input" is more of the question
+_WITH_INPUT = ("instruction", "query", "question", "INSTRUCTION")  # their "input" is more of the question
 _ANSWERS = ("output", "response", "answer", "completion", "generation", "RESPONSE")
 
 

@@ -15,7 +15,7 @@ from tasks.record_keys import EMPTY, check_record
 # The conversations with the preferred and with the rejected answer.
 Pair = tuple[Conversation, Conversation]
 _SHAPE = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
-_ALPACA = ("instruction", "question", "query")
+_ALPACA = ("instruction", "question", "query", "input")
 _TURNS = ("conversations", "conversation", "messages")
 _BESIDE = ("system", "system_prompt", "tools", "functions", "chat_template_kwargs")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
@@ -68,7 +68,7 @@ def read_pair(value: Any) -> Pair:
     ShareGPT of LLaMA-Factory: {"conversations": [...], "chosen": {...}, "rejected": {...},
     "system"}.
     Alpaca of LLaMA-Factory: {"instruction" or "question", "input", "chosen", "rejected", "system",
-    "history"}.
+    "history"}; "input" alone is the question.
     ms-swift: {"messages": [...], "rejected_response": "..."}, or "rejected_messages".
     """
     if not isinstance(value, Mapping):
@@ -140,19 +140,24 @@ def _shared_beginning(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def _swift_messages(value: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    keys = ("messages", *_BESIDE, "rejected_response", "rejected_messages")
-    check_record(value, keys, pairs=True)
+    is_whole = value.get("rejected_messages") not in EMPTY
+    rejected_key = "rejected_messages" if is_whole else "rejected_response"
+    check_record(value, ("messages", *_BESIDE, rejected_key), pairs=True)
     chosen = _messages(value["messages"])
-    rejected = message_list(value.get("rejected_messages"))
-    if rejected in EMPTY:
-        rejected = [*chosen[:-1], *_messages(value.get("rejected_response"))]
-    return chosen, rejected
+    if is_whole:
+        return chosen, message_list(value["rejected_messages"])
+    return chosen, [*chosen[:-1], *_messages(value.get("rejected_response"))]
 
 
 def _chosen_and_rejected(value: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    keys = ("prompt", *_TURNS, *_ALPACA, "input", "history", *_BESIDE, "chosen", "rejected")
+    question = _question_key(value)
+    keys = [question, *_BESIDE, "chosen", "rejected"]
+    if question == "prompt":
+        keys.append("messages")  # UltraFeedback repeats the chosen conversation
+    if question in _ALPACA:
+        keys += ["input", "history"]
     check_record(value, keys, pairs=True)
-    before, chosen, rejected = _split(value)
+    before, chosen, rejected = _split(value, question)
     return _continue(before, chosen), _continue(before, rejected)
 
 
@@ -164,13 +169,27 @@ def _continue(before: list[Any], answer: list[Any]) -> list[Any]:
     return [*before, *answer] if _first_role(answer) in (None, "assistant") else answer
 
 
-def _split(value: Mapping[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return the messages before the answers, the chosen answer, and the rejected answer."""
+def _question_key(value: Mapping[str, Any]) -> str | None:
+    """Return the key of what precedes both answers, or None if the record has no such key."""
+    for name in ("prompt", *_TURNS, *_ALPACA):
+        nothing = EMPTY if name in _TURNS else (None,)
+        if value.get(name) not in nothing:
+            return name
+    return None
+
+
+def _split(
+    value: Mapping[str, Any],
+    question: str | None,
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the messages before the answers, the chosen answer, and the rejected answer.
+
+    `question` is the key of the messages before the answers.
+    """
     chosen = value["chosen"]
     rejected = value["rejected"]
-    before = _messages_before(value)
-    if before is not None:
-        return before, _messages(chosen), _messages(rejected)
+    if question is not None:
+        return _before(value, question), _messages(chosen), _messages(rejected)
     if not isinstance(chosen, str) or not isinstance(rejected, str):
         return [], _messages(chosen), _messages(rejected)
     if chosen.lstrip().startswith("Human:"):
@@ -187,17 +206,11 @@ def _split(value: Mapping[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
     return prompt, _messages(chosen[end:]), _messages(rejected[end:])
 
 
-def _messages_before(value: Mapping[str, Any]) -> list[Any] | None:
-    """Return the messages that precede both answers, or None if the record names none."""
-    if value.get("prompt") is not None:
-        return _messages(value["prompt"], "user")
-    for name in _TURNS:
-        if value.get(name) not in EMPTY:
-            return _messages(value[name])
-    for name in _ALPACA:
-        if value.get(name) is not None:
-            return question_turns(value, name)
-    return None
+def _before(value: Mapping[str, Any], question: str) -> list[Any]:
+    """Return the messages before both answers, whose key in the record is `question`."""
+    if question in _ALPACA:
+        return question_turns(value, question)
+    return _messages(value[question], "user" if question == "prompt" else "assistant")
 
 
 def _messages(content: Any, role: str = "assistant") -> list[Any]:

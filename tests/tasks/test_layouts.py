@@ -58,6 +58,8 @@ READ: dict[str, tuple[Any, list[str], bool]] = {
     ),
     "upper case (OASST)": ({"INSTRUCTION": "2+2?", "RESPONSE": "4", "SOURCE": None}, SUM, True),
     "question and answer": ({"question": "2+2?", "answer": "4"}, SUM, True),
+    "question with an input": ({"question": "Who are", "input": "you?", "answer": "Pip!"},
+                               ["user: Who are\nyou?", "assistant: Pip!"], True),
     "OpenOrca": ({"id": "x", "system_prompt": "You are Pip.", "question": "Who are you?", "response": "Pip!"}, PIP, True),
     "prompt and response": ({"prompt": "2+2?", "response": "4"}, SUM, True),
     "prompt and completion": ({"prompt": "2+2?", "completion": " 4"}, SUM, True),

@@ -51,6 +51,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Pair]] = {
         LATER,
     ),
     "Orca": ({"system": "", "question": "is it?", "chosen": "yes", "rejected": "no"}, ALONE),
+    "a question with its input and a history": (
+        {"question": "is", "input": "it?", "history": [["hello", "hi"]], "chosen": "yes", "rejected": "no"},
+        pair(user("hello"), assistant("hi"), user("is\nit?")),
+    ),
+    "an input alone": ({"input": "is it?", "chosen": "yes", "rejected": "no"}, ALONE),
     "a table of several layouts": (
         {"prompt": None, "conversations": None, "instruction": None, "question": "is it?", "chosen": "yes", "rejected": "no"},
         ALONE,
@@ -87,6 +92,12 @@ def test_every_layout_gives_the_same_pair(layout: str) -> None:
         ({"chosen": "yes", "rejected": "no"}, 'there is no "prompt", and chosen and rejected do not begin'),
         ({"chosen": [ASKED, YES], "rejected": [BEFORE, NO]}, "must answer the same question"),
         ({"messages": [ASKED, YES], "rejected_response": None}, "a conversation is a list of messages, got NoneType"),
+        ({"prompt": "a", "history": [["b", "c"]], "chosen": "d", "rejected": "e"}, '"history" (earlier questions'),
+        ({"prompt": "a", "input": "b", "chosen": "c", "rejected": "d"}, '"input" (more of the question'),
+        ({"prompt": "a", "conversations": [ASKED], "chosen": "c", "rejected": "d"}, '"conversations" (the messages)'),
+        ({"conversations": [ASKED], "instruction": "a", "chosen": "c", "rejected": "d"}, '"instruction" (the question)'),
+        ({"instruction": "a", "question": "b", "chosen": "c", "rejected": "d"}, '"question" (the question)'),
+        ({"messages": [ASKED, YES], "rejected_response": "no", "rejected_messages": [ASKED, NO]}, '"rejected_response"'),
         ({"conversations": [{"from": "x", "value": ""}], "chosen": "a", "rejected": "b"}, "message 1 has \"from\" 'x'"),
     ],
 )
