@@ -35,7 +35,14 @@ def one_of(
 
 # --- numbers -------------------------------------------------------------------------------------
 
-_NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*)?(?:\d|\.\d+)")
+# A sign may stand before the currency, as in -$5.
+_NUMBER = re.compile(r"(?:(?<![\d.])-(?:\\?[$¥€£]\s*)?)?(?:\d[\d,]*)?(?:\d|\.\d+)")
+_UNREAD = re.compile(r"[^\d.-]")  # in a number: its currency and what separates thousands
+
+
+def in_one_form(text: str) -> str:
+    """Return a text with characters of one width (NFKC), and with "-" for every minus sign."""
+    return unicodedata.normalize("NFKC", text).replace("\N{MINUS SIGN}", "-")
 
 
 def final_number(text: str) -> Fraction | None:
@@ -44,13 +51,12 @@ def final_number(text: str) -> Fraction | None:
     That is the first number after the last `####`, or the last number in a text without `####`. The
     result is also None if that number is longer than 64 characters.
     """
-    text = unicodedata.normalize("NFKC", text)
-    _, marker, after = text.rpartition("####")
+    _, marker, after = in_one_form(text).rpartition("####")
     numbers = _NUMBER.findall(after)
     if not numbers:
         return None
     number = numbers[0] if marker else numbers[-1]
-    return Fraction(number.replace(",", "")) if len(number) <= 64 else None
+    return Fraction(_UNREAD.sub("", number)) if len(number) <= 64 else None
 
 
 class Ungraded:

@@ -25,7 +25,8 @@ MESSAGES = ("messages", "conversations", "conversation")
 _SYSTEM = ("system", "system_prompt")
 _OPTIONS = ("tools", "functions", "chat_template_kwargs")
 _QUESTIONS = ("instruction", "query", "question", "prompt", "INSTRUCTION")
-_WITH_INPUT = ("instruction", "query", "question", "INSTRUCTION")  # their "input" is more of the question
+# Their "input" is more of the question.
+_WITH_INPUT = ("instruction", "query", "question", "INSTRUCTION")
 _ANSWERS = ("output", "response", "answer", "completion", "generation", "RESPONSE")
 
 

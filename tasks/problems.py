@@ -1,7 +1,6 @@
 """Your own problems with checkable answers, from JSON files in common layouts."""
 
 import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any, Literal
 
 from nanochat.common import tr
 from nanochat.data.conversation import Conversation
-from tasks.common import final_number
+from tasks.common import final_number, in_one_form
 from tasks.customjson import first_keys, with_system
 from tasks.messages import read_alternating
 from tasks.record_files import read_file
@@ -17,11 +16,11 @@ from tasks.record_files import read_file
 _SHAPE = '{"question": "...", "answer": "42"}'
 _QUESTIONS = ("question", "problem", "prompt", "instruction", "query", "messages")
 _ANSWERS = ("answer", "answers", "solution", "ground_truth", "target")
-_BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_BRACE = re.compile(r"\\boxed\s*\{|(?<!\\)[{}]")  # \{ and \} are signs of a formula
 _STYLED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")  # words in a formula
 _MARKER = re.compile(r"(?:####|answer\s*(?:is|:)|答案\s*(?:是|为|[::])?)\s*", re.I)
 _AROUND = " .,;:!?。、\"'`*()[]「」“”‘’$"
-_NUMBER = re.compile(r"[-+]?[$¥€]?\s*\d[\d,]*(\.\d+)?\s*[%.。]?")
+_NUMBER = re.compile(r"[-+]?[$¥€£]?\s*\d[\d,]*(\.\d+)?\s*[%.。]?")
 
 
 @dataclass(frozen=True)
@@ -81,34 +80,55 @@ def final_answer(text: str) -> str:
     That is the content of the last \\boxed{...}, or else what follows the last `####`, "answer is",
     "Answer:" or 答案, or else the last line that is not empty.
     """
-    boxed = _BOXED.findall(text)
-    if boxed:
-        return _STYLED.sub(r"\1", boxed[-1])
-    pieces = _MARKER.split(text)
-    lines = [line for line in pieces[-1].strip().splitlines() if line.strip()]
+    return _marked_answer(text)[1]
+
+
+def _marked_answer(text: str) -> tuple[str, str]:
+    """Return the marker before the final answer of a text, or "" if it has none, and the answer."""
+    boxed = _boxed(text)
+    if boxed is not None:
+        return "", _STYLED.sub(r"\1", boxed)
+    marker = ""
+    start = 0
+    for match in _MARKER.finditer(text):
+        marker = match[0]
+        start = match.end()
+    lines = [line for line in text[start:].strip().splitlines() if line.strip()]
     if not lines:
-        return ""
-    follows_marker = len(pieces) > 1
-    return lines[0 if follows_marker else -1].strip()
+        return marker, ""
+    return marker, lines[0 if marker else -1].strip()
+
+
+def _boxed(text: str) -> str | None:
+    """Return the content of the last \\boxed{...} whose braces are closed, or None."""
+    content = None
+    opened: list[re.Match[str]] = []
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append(brace)
+        elif opened and (start := opened.pop())[0] != "{":
+            content = text[start.end() : brace.start()]
+    return content
 
 
 def plain(text: str) -> str:
     """Normalise a text for grading.
 
-    Case, the width of characters, repeated spaces, and marks around the text are ignored.
+    Case, the width of characters, the form of minus signs, repeated spaces, and marks around the
+    text are ignored.
     """
-    folded = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    folded = " ".join(in_one_form(text).casefold().split())
     return folded.strip(_AROUND)
 
 
 def is_right(reply: str, answer: str) -> bool:
     """Return whether the final answers of `reply` and `answer` agree, as numbers or as words."""
-    reply_answer = final_answer(reply)
+    marker, reply_answer = _marked_answer(reply)
     right_answer = final_answer(answer)
-    if _NUMBER.fullmatch(unicodedata.normalize("NFKC", right_answer).strip()):
+    if _NUMBER.fullmatch(in_one_form(right_answer).strip()):
         number = final_number(right_answer)
         if number is not None:  # None for more digits than final_number() reads
-            return final_number(reply_answer) == number
+            return final_number(marker + reply_answer) == number
     return plain(reply_answer) == plain(right_answer)
 
 

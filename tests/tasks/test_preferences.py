@@ -95,9 +95,15 @@ def test_every_layout_gives_the_same_pair(layout: str) -> None:
         ({"prompt": "a", "history": [["b", "c"]], "chosen": "d", "rejected": "e"}, '"history" (earlier questions'),
         ({"prompt": "a", "input": "b", "chosen": "c", "rejected": "d"}, '"input" (more of the question'),
         ({"prompt": "a", "conversations": [ASKED], "chosen": "c", "rejected": "d"}, '"conversations" (the messages)'),
-        ({"conversations": [ASKED], "instruction": "a", "chosen": "c", "rejected": "d"}, '"instruction" (the question)'),
+        (
+            {"conversations": [ASKED], "instruction": "a", "chosen": "c", "rejected": "d"},
+            '"instruction" (the question)',
+        ),
         ({"instruction": "a", "question": "b", "chosen": "c", "rejected": "d"}, '"question" (the question)'),
-        ({"messages": [ASKED, YES], "rejected_response": "no", "rejected_messages": [ASKED, NO]}, '"rejected_response"'),
+        (
+            {"messages": [ASKED, YES], "rejected_response": "no", "rejected_messages": [ASKED, NO]},
+            '"rejected_response"',
+        ),
         ({"conversations": [{"from": "x", "value": ""}], "chosen": "a", "rejected": "b"}, "message 1 has \"from\" 'x'"),
     ],
 )

@@ -48,6 +48,10 @@ def test_turns_before_the_question_are_kept() -> None:
         ("5", "5"),
         ("We add.\n#### 1,200", "1,200"),
         (r"So $x = \boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+        (r"first \boxed{1}, then \boxed{\frac{\sqrt{3}}{2}}", r"\frac{\sqrt{3}}{2}"),
+        (r"{\boxed{\left\{x^{2^{n}}\right.}", r"\left\{x^{2^{n}}\right."),
+        (r"\boxed{1}, then \boxed{\frac{1}{2", "1"),  # cut off
+        (r"a} brace, \boxed{}", ""),
         (r"It is \boxed{\text{Paris}}.", "Paris"),  # as DeepSeek's distillations write words
         ("The answer is 12.\nI am sure.", "12."),
         ("先算。\n答案是42", "42"),
@@ -72,6 +76,13 @@ def test_the_final_answer_of_a_text(text: str, answer: str) -> None:
         ("Paris or Rome", "paris", False),
         ("「北京」", "北京", True),
         ("-7", "7", False),
+        ("$5", "-$5", False),
+        ("#### -5", "-$5", True),
+        ("-5", "\N{MINUS SIGN}5", True),
+        ("x = \N{MINUS SIGN}y", "x = -y", True),
+        ("So 12.\n#### 12 cm^2", "12", True),
+        ("#### 2 of 12", "12", False),
+        ("#### 12 cm^2\nThe answer is 4 + 8 = 12", "12", True),
         ("", "7", False),
         ("no number", "7", False),
         ("no number", "1" * 70, False),  # more digits than are read as a number: compared as words

@@ -226,6 +226,8 @@ def test_gsm8k_grades_the_number_a_reply_ends_on(reply: str, right: bool) -> Non
 def test_the_final_number_may_have_a_sign_and_a_point() -> None:
     numbers = [final_number(text) for text in ("10-5", "it is -5.", "#### -2.50", ".5")]
     assert numbers == [5, -5, Fraction(-5, 2), Fraction(1, 2)]
+    texts = ("it is -$5", "-¥ 1,200.50", r"$-\$5$", "\N{MINUS SIGN}5", "10-$5", "$5", "£-5")
+    assert [final_number(text) for text in texts] == [-5, Fraction(-2401, 2), -5, -5, 5, 5, -5]
 
 
 # --- conversations -------------------------------------------------------------------------------
