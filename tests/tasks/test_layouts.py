@@ -345,6 +345,29 @@ def test_a_run_is_named_after_its_data(source: str, name: str) -> None:
 # --- bad lines -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "first",
+    [f"{LINE},", f"{LINE} x", "[" * 100_000, '{"n": ' + "1" * 5000 + "}"],
+    ids=["comma", "words", "depth", "digits"],
+)
+def test_a_bad_first_line_does_not_drop_the_others(first: str, tmp_path: Path) -> None:
+    path = tmp_path / "many.jsonl"
+    path.write_text("\n".join([first, *[LINE] * 20, "{"]))
+    with pytest.raises(UserError, match=r"(?s)2 of 22 lines.*line 1: this is not JSON.*line 22: this is not JSON"):
+        CustomJSON(path)
+    assert len(CustomJSON(path, skip_bad_lines=True)) == 20
+
+
+@pytest.mark.parametrize(
+    "mistake", [f"{PRETTY},", "[\n" + "[" * 100_000, '{\n"n": ' + "1" * 5000 + "}"], ids=["comma", "depth", "digits"]
+)
+def test_after_a_mistake_between_values_over_lines_the_rest_is_not_taken(mistake: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(f"{PRETTY}\n{mistake}\n{PRETTY}\n")
+    with pytest.raises(UserError, match=r"mine\.json, line [0-9]+: (this is not JSON|it is nested too deeply)"):
+        CustomJSON(path)
+
+
 def test_all_bad_lines_are_counted_and_may_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "many.jsonl"
     bad = ['{"messages": []}', "{", "5", '{"a": 1}', '{"messages": 5}', "\xff", '{"messages": [1]}']

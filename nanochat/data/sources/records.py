@@ -194,8 +194,9 @@ def _value(
 def _values_over_lines(path: Path, surely: bool) -> list[Entry]:
     """Return the values of a file in which a value goes over several lines.
 
-    After a mistake nothing more can be read, so that the last entry may be a problem. Unless a
-    value `surely` goes over lines, the result is empty if the first value has a mistake.
+    After a mistake nothing more can be read, so that the last entry may be a problem. The result is
+    empty if there is a mistake and no value before it goes over lines, unless one `surely` does:
+    such a file has a value per line.
     """
     text = "".join(line for _, line in lines(path))
     if problem_of(text, path):
@@ -209,27 +210,33 @@ def _values_over_lines(path: Path, surely: bool) -> list[Entry]:
         line += text.count("\n", end, position)
         try:
             value, next_end = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as broken:
-            if values or surely:
-                reason = tr(
-                    "this is not JSON: {reason}, column {column}; nothing after it can be read",
-                    reason=json_problem(broken),
-                    column=broken.colno,
-                )
-                values.append(Entry(tr("line {number}", number=broken.lineno), problem=reason))
-            return values
-        except RecursionError:
-            return [
-                *values,
-                Entry(tr("line {number}", number=line), problem=tr("it is nested too deeply")),
-            ]
+        except (ValueError, RecursionError) as broken:
+            return [*values, _mistake(broken, line)] if surely else []
         values.append(Entry(tr("line {number}", number=line), value))
-        line += text.count("\n", position, next_end)
+        inner_lines = text.count("\n", position, next_end)
+        surely = surely or inner_lines > 0
+        line += inner_lines
         end = next_end
         position = _next_value(text, end)
     if len(values) == 1:
         return [Entry("", values[0].value)]
     return values
+
+
+def _mistake(broken: ValueError | RecursionError, line: int) -> Entry:
+    """Return the entry for a value that begins in line `line` and cannot be read."""
+    if isinstance(broken, json.JSONDecodeError):
+        line = broken.lineno
+        reason = tr(
+            "this is not JSON: {reason}, column {column}; nothing after it can be read",
+            reason=json_problem(broken),
+            column=broken.colno,
+        )
+    elif isinstance(broken, RecursionError):
+        reason = tr("it is nested too deeply")
+    else:
+        reason = tr("this is not JSON: {reason}", reason=in_words(broken))
+    return Entry(tr("line {number}", number=line), problem=reason)
 
 
 def _next_value(text: str, position: int) -> int:

@@ -91,6 +91,14 @@ def test_all_bad_lines_are_counted_and_may_be_left_out(tmp_path, capsys):
     assert "10 lines" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("first", ['{"text": "x"},', '{"text": ' + "1" * 5000 + "}"], ids=["comma", "digits"])
+def test_a_bad_first_line_leaves_the_others(tmp_path, first):
+    content = "\n".join([first, *('{"text": "one"}' for _ in range(20))])
+    with pytest.raises(UserError, match=r"a\.jsonl line 1: this is not JSON"):
+        read(tmp_path / "a.jsonl", content)
+    assert list(documents([tmp_path / "a.jsonl"], "text", skip_bad_lines=True)) == ["one"] * 20
+
+
 def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path):
     pq.write_table(pa.table({"body": ["x"], "n": [1]}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="has no field 'text'; its fields: body, n"):
