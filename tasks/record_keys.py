@@ -5,6 +5,7 @@ it. A key that it does not hold is refused.
 """
 
 import difflib
+import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -297,6 +298,9 @@ MESSAGE = (
 # Values that ask for nothing; LLaMA-Factory writes "[]" for no tools.
 EMPTY = (None, "", "[]", "{}", [], {})
 WEIGHTS = ("weight", "loss", "loss_weight", "train", "training")
+# How the cells of a table spell false, and numbers.
+_FALSE = ("false", "f", "no", "n", "off")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?")
 
 
 _RECORD = {key: row for row in RECORD for key in row.keys}
@@ -328,8 +332,16 @@ def check_message(message: Mapping[str, Any], n: int) -> None:
             _check(key, value, _MESSAGE, tr(" of message {n}", n=n), True)
 
 
+def _marks_good_answer(label: Any) -> bool:
+    """Return whether a label is true or a text, in a table too, whose cells are all texts."""
+    if not isinstance(label, str):
+        return label is None or label is True
+    word = label.strip().casefold()
+    return word not in _FALSE and not word.startswith("[") and not _NUMBER.fullmatch(word)
+
+
 def _check_label(key: str, value: Any) -> None:
-    if value is not None and value is not True and not isinstance(value, str):
+    if not _marks_good_answer(value):
         raise ValueError(
             tr(
                 'the key "{key}" cannot be honoured: it must be true or a text, got '

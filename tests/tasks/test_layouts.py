@@ -213,6 +213,15 @@ def test_what_cannot_be_trained_is_refused_by_name(record: Any, words: str, tmp_
         CustomJSON(path, own_format=False)
 
 
+@pytest.mark.parametrize("label", ["False", "false", " no", "0", "1", "-1", "0.0", "[0, 1]"])
+def test_the_label_of_a_bad_answer_is_refused_in_a_table_too(label: str, tmp_path: Path) -> None:
+    path = tmp_path / "kto.csv"
+    path.write_text(f'prompt,completion,label\na,b,True\na,b,greeting\na,b,\na,b,"{label}"\n')
+    with pytest.raises(UserError, match='line 5: the key "label" cannot be honoured'):
+        CustomJSON(path)
+    assert len(CustomJSON(path, skip_bad_lines=True)) == 3
+
+
 def test_no_key_has_two_rules_and_every_tool_has_a_version() -> None:
     for rows in (RECORD, MESSAGE):
         keys = [key for row in rows for key in row.keys]
