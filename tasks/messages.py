@@ -399,7 +399,9 @@ def read_options(record: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(tools, str) and tools not in EMPTY:
             tools = parsed(tools, tr('a list under "{key}"', key=key))
         if tools not in EMPTY:
-            options["tools"] = _tools(tools, key)
+            read_tools = _tools(tools, key)
+            if options.setdefault("tools", read_tools) != read_tools:
+                raise ValueError(tr('"tools" and "functions" differ; keep one of them'))
     variables = record.get("chat_template_kwargs")
     if isinstance(variables, str) and variables not in EMPTY:
         variables = parsed(variables, tr('an object under "chat_template_kwargs"'))

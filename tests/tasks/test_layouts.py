@@ -111,7 +111,7 @@ READ: dict[str, tuple[Any, list[str], bool]] = {
         ["user: Time?", "assistant: <tool_call>...</tool_call>"], False,
     ),
     "OpenAI's calls": (
-        {"tools": [{"type": "function", "function": TOOL}], "parallel_tool_calls": False,
+        {"tools": [{"type": "function", "function": TOOL}], "functions": [TOOL], "parallel_tool_calls": False,
          "messages": [message("user", "Time?"),
                       message("assistant", None, tool_calls=[
                           {"id": "1", "type": "function", "function": {"name": "get_time", "arguments": "{\"city\": 1}"}}]),
@@ -200,6 +200,7 @@ def test_a_layout_is_read_as_its_tool_means_it(layout: str, tmp_path: Path) -> N
          "arguments of f in message 2"),
         ({"messages": [LEMON[0], message("assistant", None, tool_calls=[{"function": {"arguments": {}}}])]}, "a call of"),
         ({"messages": LEMON, "tools": [{"description": "no name"}]}, '"tools" must hold functions'),
+        ({"messages": LEMON, "tools": [TOOL], "functions": [{"name": "f"}]}, '"tools" and "functions" differ'),
         ({"messages": LEMON, "tools": "one, two"}, "tools.* is expected|list under"),
         ({"messages": LEMON, "chat_template_kwargs": {"messages": []}}, "may not hold messages"),
         ({"conversations": [said("function_call", "get_time"), said("gpt", "x")]}, "a call as content of message 1"),
