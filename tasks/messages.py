@@ -2,7 +2,7 @@
 
 import json
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -189,16 +189,12 @@ def _read_message(message: Any, n: int) -> Message:
     """
     role = _role(message, n)
     check_message(message, n)
-    content = message.get("content", message.get("value"))
+    _check_speaker(message, role, n)
+    content = _agreed(_values(message, ("content", "value"), (None,)), n)
     fields: dict[str, Any] = {}
     if role == CALL:
+        fields.update(_assistant_fields(message, n, _content_calls(content, n)))
         role = "assistant"
-        calls = (
-            parsed(content, tr("a call as content of message {n}", n=n))
-            if _is_text(content)
-            else content
-        )
-        fields["tool_calls"] = _calls(calls if isinstance(calls, list) else [calls], n)
         content = ""
     elif role == "assistant":
         fields.update(_assistant_fields(message, n))
@@ -208,21 +204,37 @@ def _read_message(message: Any, n: int) -> Message:
         )
         if isinstance(content, Mapping):
             content = json.dumps(content, ensure_ascii=False)
-    _check_speaker(message, role, n)
     text = _text(content, n, may_be_empty=bool(fields) or role == "tool")
     trained = is_trained({**message, "role": role}, n)
     return Message(role, (Part("text", text),), trained, fields)  # pyright: ignore[reportArgumentType]
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _values(
+    message: Mapping[str, Any],
+    keys: Sequence[str],
+    empty: Container[Any] = EMPTY,
+) -> dict[str, Any]:
+    """Return the values of a message under some of its keys, without those that are empty."""
+    return {key: message[key] for key in keys if message.get(key) not in empty}
+
+
+def _agreed(values: Mapping[str, Any], n: int) -> Any:
+    """Return the value that keys of message `n` have in common, or None if there are no keys.
+
+    Raises ValueError if the keys have different values.
+    """
+    first = next(iter(values.values()), None)
+    if any(value != first for value in values.values()):
+        names = tr(" and ").join(f'"{key}"' for key in values)
+        raise ValueError(tr("{names} of message {n} differ; keep one of them", names=names, n=n))
+    return first
 
 
 def _role(message: Any, n: int) -> str:
     """Return the role of message `n`. Raises ValueError if it has none or an unknown one."""
-    keys = set(message) if isinstance(message, Mapping) else set()
-    key = "role" if "role" in keys else "from"
-    if key not in keys or not keys & {"content", "value", "tool_calls", "function_call"}:
+    fields = message if isinstance(message, Mapping) else {}
+    names = _values(fields, ("role", "from"), (None,))
+    if not names or not {"content", "value", "tool_calls", "function_call"} & set(fields):
         raise ValueError(
             tr(
                 'message {n} must be an object with "role" and "content", or with "from" '
@@ -230,19 +242,32 @@ def _role(message: Any, n: int) -> str:
                 n=n,
             )
         )
-    name = message[key]
-    if not isinstance(name, str) or name.replace("-", "_") not in ROLES:
-        names = ", ".join(ROLES)
+    return _agreed({key: _known_role(name, key, n) for key, name in names.items()}, n)
+
+
+def _known_role(
+    name: Any,
+    key: str,
+    n: int,
+) -> str:
+    """Return the role that message `n` names under `key`. Raises ValueError if it is unknown."""
+    role = role_of(name)
+    if role is None:
         raise ValueError(
             tr(
                 'message {n} has "{key}" {value}; known are {names}',
                 n=n,
                 key=key,
                 value=reprlib.repr(name),
-                names=names,
+                names=", ".join(ROLES),
             )
         )
-    return ROLES[name.replace("-", "_")]
+    return role
+
+
+def role_of(name: Any) -> str | None:
+    """Return the role that a message calls `name`, as ROLES has it, or None if it is unknown."""
+    return ROLES.get(name.replace("-", "_")) if isinstance(name, str) else None
 
 
 def _check_speaker(
@@ -250,8 +275,21 @@ def _check_speaker(
     role: str,
     n: int,
 ) -> None:
-    """Raise ValueError if message `n` has a key that only the assistant may have."""
-    if role == "assistant":
+    """Raise ValueError if message `n` has the words of another speaker.
+
+    Such keys are those that only the assistant may have, and those of ms-swift's objects that hold
+    a question and its answer.
+    """
+    for key in _values(message, (*_QUESTIONS, *_ANSWERS)):
+        raise ValueError(
+            tr(
+                'the key "{key}" is not read beside the role of message {n}; make it a message of '
+                "its own",
+                key=key,
+                n=n,
+            )
+        )
+    if role in ("assistant", CALL):
         return
     for key in ("tool_calls", "function_call", *_REASONING):
         if message.get(key) not in EMPTY:
@@ -310,21 +348,47 @@ def _part_text(part: Any, n: int) -> str:
 # --- calls and reasoning -------------------------------------------------------------------------
 
 
-def _assistant_fields(message: Mapping[str, Any], n: int) -> dict[str, Any]:
-    """Return the calls and the reasoning of an assistant message, under the names of templates."""
+def _assistant_fields(
+    message: Mapping[str, Any],
+    n: int,
+    content_calls: list[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Return the calls and the reasoning of an assistant message, under the names of templates.
+
+    `content_calls` are the calls in the content of a message that is a call. Raises ValueError if
+    two keys hold different calls or different reasoning.
+    """
     fields: dict[str, Any] = {}
+    calls_by_key = {} if content_calls is None else {"content": content_calls}
     calls = message.get("tool_calls")
-    if isinstance(calls, str):
+    if isinstance(calls, str) and calls not in EMPTY:
         calls = parsed(calls, tr('a list under "tool_calls" of message {n}', n=n))
-    old_call = message.get("function_call")
-    if calls in EMPTY and old_call not in EMPTY:
-        calls = [old_call]
     if calls not in EMPTY:
-        fields["tool_calls"] = _calls(calls, n)
-    for key in _REASONING:
-        reasoning = message.get(key)
-        if reasoning in EMPTY:
-            continue
+        calls_by_key["tool_calls"] = _calls(calls, n)
+    if message.get("function_call") not in EMPTY:
+        calls_by_key["function_call"] = _calls([message["function_call"]], n)
+    if calls_by_key:
+        # The calls of one key may have IDs that those of another lack.
+        functions = {key: [call["function"] for call in calls_by_key[key]] for key in calls_by_key}
+        _agreed(functions, n)
+        fields["tool_calls"] = next(iter(calls_by_key.values()))
+    reasoning = _agreed(_reasoning(message, n), n)
+    if reasoning is not None:
+        fields["reasoning_content"] = reasoning
+    return fields
+
+
+def _content_calls(content: Any, n: int) -> list[dict[str, Any]]:
+    """Return the calls in the content of message `n`: a call or a list of calls, or their JSON."""
+    if isinstance(content, str):
+        content = parsed(content, tr("a call as content of message {n}", n=n))
+    return _calls(content if isinstance(content, list) else [content], n)
+
+
+def _reasoning(message: Mapping[str, Any], n: int) -> dict[str, str]:
+    """Return the reasoning of message `n` by its keys. Raises ValueError if it is not a text."""
+    values = _values(message, _REASONING)
+    for key, reasoning in values.items():
         if not isinstance(reasoning, str):
             raise ValueError(
                 tr(
@@ -334,8 +398,7 @@ def _assistant_fields(message: Mapping[str, Any], n: int) -> dict[str, Any]:
                     kind=type(reasoning).__name__,
                 )
             )
-        fields["reasoning_content"] = reasoning
-    return fields
+    return values
 
 
 def _calls(calls: Any, n: int) -> list[dict[str, Any]]:

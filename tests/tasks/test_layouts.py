@@ -143,6 +143,19 @@ READ: dict[str, tuple[Any, list[str], bool]] = {
         {"messages": [message("user", "2+2?"), message("assistant", "4", reasoning_content="two and two")]},
         ["user: 2+2?", "assistant: 4 two and two"], False,
     ),
+    "reasoning of a call": (
+        {"messages": [message("user", "Time?"),
+                      message("tool_call", '{"name": "get_time"}', thinking="the clock", reasoning="the clock"),
+                      message("tool_response", "12:05"), message("assistant", "12:05.")]},
+        ["user: Time?", "assistant:  get_time{} the clock", "tool: 12:05", "assistant: 12:05."], False,
+    ),
+    "new and old names that agree": (
+        {"messages": [{"role": "user", "from": "human", "content": "Time?", "value": "Time?"},
+                      message("assistant", None, function_call={"name": "get_time"}, tool_calls=[
+                          {"id": "1", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}]),
+                      message("tool", "12:05"), message("assistant", "12:05.", tool_calls="null")]},
+        ["user: Time?", "assistant:  get_time{}", "tool: 12:05", "assistant: 12:05."], False,
+    ),
     "template variables": (
         {"messages": [message("user", "2+2?"), message("assistant", "4")], "chat_template_kwargs": {"enable_thinking": False}},
         SUM, False,
@@ -205,6 +218,16 @@ def test_a_layout_is_read_as_its_tool_means_it(layout: str, tmp_path: Path) -> N
         ({"messages": LEMON, "chat_template_kwargs": {"messages": []}}, "may not hold messages"),
         ({"conversations": [said("function_call", "get_time"), said("gpt", "x")]}, "a call as content of message 1"),
         ({"messages": [LEMON[0], message("assistant", None, refusal="No.")]}, "refusal"),
+        ({"messages": [LEMON[0], message("assistant", "4", reasoning_content="a", thinking="b")]},
+         '"reasoning_content" and "thinking" of message 2 differ'),
+        ({"messages": [LEMON[0], message("assistant", None, tool_calls=[{"name": "f"}], function_call={"name": "g"})]},
+         '"tool_calls" and "function_call" of message 2 differ'),
+        ({"messages": [LEMON[0], message("tool_call", '{"name": "f"}', tool_calls=[{"name": "g"}])]},
+         '"content" and "tool_calls" of message 2 differ'),
+        ({"messages": [LEMON[0], message("assistant", "a", value="b")]}, '"content" and "value" of message 2 differ'),
+        ({"messages": [{**LEMON[0], "from": "gpt"}, LEMON[1]]}, '"role" and "from" of message 1 differ'),
+        ({"messages": [message("user", "q", assistant="a"), LEMON[1]]}, '"assistant" is not read beside the role'),
+        ({"messages": [{"human": "q", "assistant": "a", "gpt": "b"}]}, '"gpt" is not read beside the role of message 2'),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused_by_name(record: Any, words: str, tmp_path: Path) -> None:
