@@ -1,16 +1,16 @@
 """Your own problems with checkable answers, from JSON files in common layouts."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from nanochat.common import tr
+from nanochat.common import parse_json, tr
 from nanochat.data.conversation import Conversation
 from tasks.common import final_number, in_one_form
-from tasks.customjson import first_keys, with_system
-from tasks.messages import read_alternating
+from tasks.customjson import first_keys, message_list, with_system
+from tasks.messages import parsed, read_alternating
 from tasks.record_files import read_file
 
 _SHAPE = '{"question": "...", "answer": "42"}'
@@ -144,7 +144,8 @@ def read_problem(value: Any, need_answer: bool = True) -> Problem:
     The question is a text or a list of messages under one of the keys `_QUESTIONS`. The answer is a
     text, a number or a list of right answers under one of the keys `_ANSWERS`, in the record or in
     verl's {"reward_model": {"ground_truth": ...}}. Only the final answer of a published solution is
-    compared with replies.
+    compared with replies. In a table, messages, "reward_model" and the list under "answers" are JSON
+    texts.
     """
     if not isinstance(value, Mapping):
         raise ValueError(tr("a problem is an object, got {kind}", kind=type(value).__name__))
@@ -158,7 +159,9 @@ def read_problem(value: Any, need_answer: bool = True) -> Problem:
             )
         )
     answers = _answers(value) if need_answer or _answer_of(value) is not None else ()
-    if isinstance(question, str):
+    if isinstance(question, str) and question.startswith("[{"):
+        question = message_list(question)
+    elif isinstance(question, str):
         question = [{"role": "user", "content": question}]
     if not isinstance(question, list):
         kind = type(question).__name__
@@ -198,16 +201,29 @@ def _answers(value: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _answer_of(value: Mapping[str, Any]) -> Any:
     """Return the answer of a problem as the record has it, or None."""
-    answer = _first_value(value, _ANSWERS)
+    answer = _first_answer(value)
     reward_model = value.get("reward_model")
+    if answer is None and isinstance(reward_model, str) and reward_model.startswith("{"):
+        reward_model = parsed(reward_model, tr('an object under "reward_model"'))
     if answer is None and isinstance(reward_model, Mapping):
-        return _first_value(reward_model, _ANSWERS)
+        return _first_answer(reward_model)
     return answer
 
 
-def _first_value(record: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return the first value that the record has under one of `names`, or None."""
-    for name in names:
-        if record.get(name) is not None:
-            return record[name]
+def _first_answer(record: Mapping[str, Any]) -> Any:
+    """Return what the record has under the first of its keys for answers, or None."""
+    for name in _ANSWERS:
+        answer = record.get(name)
+        if name == "answers" and isinstance(answer, str) and answer.startswith("["):
+            return _list_or_text(answer)
+        if answer is not None:
+            return answer
     return None
+
+
+def _list_or_text(text: str) -> Any:
+    """Return the list whose JSON a text is, or else the text, such as the interval [0, 1)."""
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text

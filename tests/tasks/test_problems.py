@@ -1,5 +1,6 @@
 """Your own problems: every known layout is read, replies are compared as people mean it, mistakes are named."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,26 @@ def written(path: Path, *values: Any) -> Path:
 def test_layouts_that_people_have(value: Any) -> None:
     problem = read_problem(value)
     assert problem.conversation == chat("2+3?", "5") and problem.answers[0] == "5"
+
+
+def test_a_table_holds_messages_and_answers_as_json(tmp_path: Path) -> None:
+    asked = json.dumps([{"role": "user", "content": "2+3?"}])
+    answers = {
+        "answers": ('["5", "five"]', "[0, 1)", "[7]"),
+        "reward_model": ('{"ground_truth": "5"}', '{"ground_truth": "[0, 1)"}', '{"answers": "[7]"}'),
+        "answer": ("5", "[0, 1)", "[7]"),
+    }
+    rights = {
+        "answers": ("five", "[0, 1)", "7"),
+        "reward_model": ("5", "[0, 1)", "7"),
+        "answer": ("5", "[0, 1)", "[7]"),
+    }
+    for key, cells in answers.items():
+        with open(tmp_path / "mine.csv", "w", newline="") as file:
+            csv.writer(file).writerows([("prompt", key), *((asked, cell) for cell in cells)])
+        task = Problems(tmp_path / "mine.csv")
+        assert [task[i].messages[0] for i in range(3)] == [user("2+3?")] * 3
+        assert [task.grade(i, right) for i, right in enumerate(rights[key])] == [1.0] * 3
 
 
 def test_turns_before_the_question_are_kept() -> None:
@@ -124,6 +145,8 @@ def test_no_copy_of_a_held_out_problem_is_trained(tmp_path: Path) -> None:
         ({"question": "a"}, "needs one of the keys answer, answers"),
         ({"question": "a", "answer": " "}, "an answer must be a text or a number that is not empty"),
         ({"question": "a", "answer": []}, "an answer must be a text or a number that is not empty"),
+        ({"question": '[{"role": "user"', "answer": 5}, "a list of messages is expected, got a text that is not JSON"),
+        ({"question": "a", "reward_model": "{ground_truth: 5}"}, 'an object under "reward_model" is expected'),
         ({"question": 5, "answer": 5}, "a question is a text or a list of messages, got int"),
         ({"prompt": [{"role": "assistant", "content": "a"}], "answer": 5}, "message 1 must have role 'user'"),
     ],
