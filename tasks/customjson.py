@@ -13,6 +13,7 @@ from tasks.messages import (
     checked,
     parsed,
     read_messages,
+    single_messages,
     with_options,
 )
 from tasks.record_files import read_file
@@ -184,13 +185,16 @@ def message_list(messages: Any) -> Any:
 
 
 def with_system(value: Mapping[str, Any], messages: Any) -> Any:
-    """Return messages, preceded by the system message that a record has beside them.
+    """Return single messages, preceded by the system message that a record has beside them.
 
-    The messages are returned unchanged if there is none, or if they are not a list, which
-    read_messages() then refuses. Raises ValueError if they begin with another system message.
+    The messages are returned unchanged if they are not a list, which read_messages() then refuses.
+    Raises ValueError if they begin with another system message.
     """
+    if not isinstance(messages, list):
+        return messages
+    messages = list(single_messages(messages))
     systems = [value[key] for key in _SYSTEM if value.get(key) not in EMPTY]
-    if not systems or not isinstance(messages, list):
+    if not systems:
         return messages
     system = systems[0]
     if system != systems[-1]:

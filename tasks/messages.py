@@ -66,7 +66,7 @@ def read_messages(messages: Any) -> Conversation:
             tr("a conversation is a list of messages, got {kind}", kind=type(messages).__name__)
         )
     turns: list[Message] = []
-    for n, message in enumerate(_single_messages(messages), start=1):
+    for n, message in enumerate(single_messages(messages), start=1):
         turn = _read_message(message, n)
         if turn.role == "tool" and not any(earlier.role == "assistant" for earlier in turns):
             raise ValueError(
@@ -160,10 +160,7 @@ def parsed(text: str, expected: str) -> Any:
         ) from broken
 
 
-# --- one message ---------------------------------------------------------------------------------
-
-
-def _single_messages(messages: list[Any]) -> Iterator[Any]:
+def single_messages(messages: list[Any]) -> Iterator[Any]:
     """Yield messages, taking apart objects that hold both a question and its answer."""
     for message in messages:
         if not isinstance(message, Mapping) or {"role", "from"} & set(message):
@@ -180,6 +177,9 @@ def _single_messages(messages: list[Any]) -> Iterator[Any]:
             yield {"role": "system", "content": system}
         yield {"role": "user", "content": fields.pop(question)}
         yield {"role": "assistant", "content": fields.pop(answer), **fields}
+
+
+# --- one message ---------------------------------------------------------------------------------
 
 
 def _read_message(message: Any, n: int) -> Message:

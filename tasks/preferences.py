@@ -8,7 +8,7 @@ from typing import Any
 from nanochat.common import UserError, tr, warn
 from nanochat.data.conversation import Conversation
 from tasks.customjson import first_keys, message_list, question_turns, with_system
-from tasks.messages import CALL, ROLES, read_messages, with_options
+from tasks.messages import CALL, read_messages, role_of, single_messages, with_options
 from tasks.record_files import read_file
 from tasks.record_keys import EMPTY, check_record
 
@@ -214,7 +214,7 @@ def _before(value: Mapping[str, Any], question: str) -> list[Any]:
 
 
 def _messages(content: Any, role: str = "assistant") -> list[Any]:
-    """Return the messages in a text, in a single message, or in a list of messages.
+    """Return the single messages in a text, in a message, or in a list of messages.
 
     A text becomes one message with the given role, unless it is such a list as JSON text. Raises
     ValueError for anything else.
@@ -223,12 +223,12 @@ def _messages(content: Any, role: str = "assistant") -> list[Any]:
         return [{"role": role, "content": content}]
     messages = message_list(content)
     if isinstance(messages, Mapping):
-        return [messages]
+        messages = [messages]
     if not isinstance(messages, list):
         raise ValueError(
             tr("a conversation is a list of messages, got {kind}", kind=type(messages).__name__)
         )
-    return messages
+    return list(single_messages(messages))
 
 
 def _transcript(text: str) -> list[dict[str, str]]:
@@ -247,7 +247,6 @@ def _first_role(messages: list[Any]) -> Any:
     read_messages() later refuses what is not a message.
     """
     if messages and isinstance(messages[0], Mapping):
-        role = messages[0].get("role", messages[0].get("from"))
-        is_answer = role in ROLES and ROLES[role] in ("assistant", CALL)
-        return "assistant" if is_answer else role
+        name = messages[0].get("role", messages[0].get("from"))
+        return "assistant" if role_of(name) in ("assistant", CALL) else name
     return None

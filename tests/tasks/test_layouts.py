@@ -69,6 +69,15 @@ READ: dict[str, tuple[Any, list[str], bool]] = {
          "completion": [message("assistant", "4")]},
         ["user: a", "(assistant: b)", *SUM], True,
     ),
+    "a prompt of swift's questions with their answers": (
+        {"prompt": [{"human": "a", "assistant": "b"}, {"user": "c", "bot": "d"}, message("user", "2+2?")],
+         "completion": [message("assistant", "4")]},
+        ["user: a", "(assistant: b)", "user: c", "(assistant: d)", *SUM], True,
+    ),
+    "system beside swift's questions with their answers": (
+        {"system": "You are Pip.", "messages": [{"system": "You are Pip.", "human": "Who are you?", "assistant": "Pip!"}]},
+        PIP, True,
+    ),
     "swift query with a history": (
         {"system": "Be kind.", "query": "And of grass?", "response": "Green.",
          "history": [["What colour is a lemon?", "Yellow."]]},

@@ -67,6 +67,19 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Pair]] = {
     "TRL with a system key that the prompt repeats": (
         {"prompt": [WISH, *HISTORY, ASKED], "chosen": [YES], "rejected": [NO], "system": "be short"}, LATER,
     ),
+    "ms-swift, objects of a question and its answer": (
+        {"messages": [{"system": "be short", "human": "hello", "assistant": "hi"}, {"human": "is it?", "assistant": "yes"}],
+         "rejected_response": "no"},
+        LATER,
+    ),
+    "objects in a prompt": (
+        {"prompt": [{"user": "hello", "assistant": "hi"}, ASKED], "system": "be short", "chosen": [YES], "rejected": "no"},
+        LATER,
+    ),
+    "whole conversations as objects": (
+        {"prompt": "is it?", "chosen": [{"human": "is it?", "bot": "yes"}], "rejected": {"human": "is it?", "bot": "no"}},
+        ALONE,
+    ),
     "ms-swift, messages": ({"messages": [ASKED, YES], "rejected_messages": [ASKED, NO]}, ALONE),
 }  # fmt: skip
 
@@ -85,6 +98,10 @@ def test_every_layout_gives_the_same_pair(layout: str) -> None:
         ({"messages": [WISH, ASKED, YES], "rejected_response": "no", "system": "be long"}, '"system"'),
         ({"prompt": [ASKED], "chosen": [{**YES, "weight": 0}], "rejected": [NO]}, "weight"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["cat.png"]}, "images"),
+        (
+            {"prompt": "a", "chosen": [{"role": ["assistant"], "content": "b"}], "rejected": "c"},
+            "chosen: message 1 has \"role\" ['assistant']; known are system",
+        ),
         ({"prompt": "a", "chosen": "b"}, 'needs the keys "chosen" and "rejected"; it has the keys prompt, chosen'),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected: the content of message 2 must be a text"),
         ({"prompt": "a", "chosen": 5, "rejected": "b"}, "a conversation is a list of messages, got int"),
