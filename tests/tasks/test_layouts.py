@@ -378,10 +378,18 @@ def test_folders_and_patterns_are_read_without_hidden_files(tmp_path: Path, caps
         ("chats.JSONL.gz", "chats"),
         ("data/chats", "chats"),
         ("data/chats/**/*.json", "chats"),
+        ("chats.v1/*.jsonl", "chats.v1"),
+        ("data/v[12]/*.jsonl", "data"),
     ],
 )
 def test_a_run_is_named_after_its_data(source: str, name: str) -> None:
     assert name_of(source) == name
+
+
+def test_folders_of_two_versions_have_two_names(tmp_path: Path) -> None:
+    for name in ("chats-1.5", "chats-1.7"):
+        (tmp_path / name).mkdir()
+        assert name_of(str(tmp_path / name)) == name_of(f"{tmp_path / name}/*.jsonl") == name
 
 
 # --- bad lines -----------------------------------------------------------------------------------

@@ -16,12 +16,17 @@ def ending(path: Path) -> str:
 
 
 def name_of(source: str) -> str:
-    """Return the name of a file without its ending, or of the folder if a path is a pattern."""
-    path = Path(source)
+    """Return the name of a file without its ending, or of the folder if a path is a pattern.
+
+    The name of a folder is returned whole: the end of chats-1.5 says which data it is.
+    """
+    path = Path(source).expanduser()
+    is_folder = path.is_dir()
     while glob.has_magic(path.name) and path.parent != path:
         path = path.parent
+        is_folder = True
     name = path.name or path.resolve().name
-    return name[: len(name) - len(ending(path))]
+    return name if is_folder else name[: len(name) - len(ending(path))]
 
 
 def files_of(
