@@ -50,11 +50,15 @@ class Run:
 def load_run(word: str) -> Run:
     """Return the run that the command-line argument `word` names as PATH or NAME=PATH.
 
-    The path is a report.json, a folder that holds one, or a base folder. Raises UserError (exit
-    code 2) if there is no report, or if it is not a report of this version.
+    The path is a report.json, a folder that holds one, or a base folder. A word that exists as a
+    path is taken whole. Raises UserError (exit code 2) if there is no report, or if it is not a
+    report of this version.
     """
     name, equals, path = word.partition("=")
-    folder = Path(path if equals else word).expanduser()
+    if not equals or Path(word).expanduser().exists():
+        name = ""
+        path = word
+    folder = Path(path).expanduser()
     candidates = (folder, folder / "report.json", folder / "report" / "report.json")
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
@@ -81,7 +85,7 @@ def load_run(word: str) -> Run:
             2,
         )
     run_folder = file.parent.parent if file.parent.name == "report" else file.parent
-    return Run(name if equals else run_folder.name, report)
+    return Run(name or run_folder.name, report)
 
 
 def named(runs: Sequence[Run]) -> list[Run]:

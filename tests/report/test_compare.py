@@ -33,6 +33,12 @@ def test_a_run_is_named_by_its_folder_or_as_asked(runs: list[Run], base_folder: 
     assert [run.name for run in named([runs[1], runs[0], runs[1]])] == ["deep (1)", base_folder.name, "deep (2)"]
 
 
+def test_a_path_may_contain_an_equals_sign(runs: list[Run], tmp_path: Path) -> None:
+    folder = tmp_path / "lr=1e-3"
+    write_json(folder / "report.json", runs[0].report)
+    assert [load_run(f"{prefix}{folder}").name for prefix in ("", "high=")] == ["lr=1e-3", "high"]
+
+
 def test_measures_stand_side_by_side_with_their_intervals(runs: list[Run]) -> None:
     rows = {row[0]: row[1:] for row in measures(runs)}
     assert rows["tinyworld_zh, after SFT"] == ["71.9 % (61.9–81.9)", "90.0 % (61.9–81.9)"]
