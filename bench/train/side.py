@@ -121,10 +121,17 @@ def upstream(task: Task) -> Side:
     rates = {name: task["scale"] * rate for name, rate in RATES.items()}
     trainer = Upstream(shape, torch.device("cpu"), weight_decay=decay, **rates)
     model = trainer.model
-    groups = trainer.optimizer.param_groups
-    base_rates = [group["lr"] for group in groups]
     if task["compiled"]:
         trainer.compile()
+    if steps is not None:  # the first step compiles, which is no part of a run's cost
+        weights = copy.deepcopy(model.state_dict())
+        moments = copy.deepcopy(trainer.optimizer.state_dict())
+        rows = np.load(task["rows"], mmap_mode="r")[: task["rows_per_step"]]
+        trainer.step([inputs_and_targets(tokens_of(rows))])
+        model.load_state_dict(weights)
+        trainer.optimizer.load_state_dict(moments)  # which makes new groups
+    groups = trainer.optimizer.param_groups
+    base_rates = [group["lr"] for group in groups]
 
     def set_rates(number: int, steps: int) -> None:
         lr_factor, momentum, decay_factor = upstream_factors(number, steps)
@@ -137,13 +144,6 @@ def upstream(task: Task) -> Side:
     def losses(inputs: Tensor, targets: Tensor) -> Tensor:
         return model(inputs, targets, loss_reduction="none")
 
-    if steps is not None:  # the first step compiles, which is no part of a run's cost
-        weights = copy.deepcopy(model.state_dict())
-        moments = copy.deepcopy(trainer.optimizer.state_dict())
-        rows = np.load(task["rows"], mmap_mode="r")[: task["rows_per_step"]]
-        trainer.step([inputs_and_targets(tokens_of(rows))])
-        model.load_state_dict(weights)
-        trainer.optimizer.load_state_dict(moments)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Side(trainer.step, set_rates, losses, parameters)
 

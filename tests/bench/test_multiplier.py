@@ -14,9 +14,11 @@ from bench.multiplier.__main__ import Config, Sizes
 from bench.multiplier.curves import Point, cost_to_reach, improving, interval, multiplier
 from bench.multiplier.runs import Entry, Result, Run, Runs
 from bench.processes import ROOT
+from bench.train.side import upstream_factors
 from bench.train.variants import Variant, training
 from nanochat.common import UserError
 from tests.bench.fakes import TEXT, TINY, fake_upstream, tiny_plan
+from tests.bench.fakes import UPSTREAM as SOURCE
 
 EAGER = Variant("ours", "float32")
 OURS = Entry("ours", EAGER)
@@ -210,6 +212,25 @@ def test_a_run_that_reads_its_text_more_than_twice_has_no_pairs(tmp_path: Path) 
         with training(EAGER, run_plan) as process:
             parameters.append(process.answer()["parameters"])
     assert parameters[0] - parameters[1] == 32 * TINY.vocab_size * TINY.n_embd
+
+
+# Its optimizer writes the rate of each step to a file.
+RECORDED = SOURCE.replace("torch.optim.SGD", "Recorded") + """
+class Recorded(torch.optim.SGD):
+    def step(self):
+        super().step()
+        with open(os.path.join(os.path.dirname(__file__), "rates"), "a") as rates:
+            print(self.param_groups[0]["lr"], file=rates)
+"""
+
+
+@pytest.mark.slow
+def test_upstreams_rates_follow_its_schedule(tmp_path: Path) -> None:
+    upstream = fake_upstream(tmp_path / "upstream", RECORDED)
+    Runs(tmp_path / "runs", upstream)(run_in(tmp_path / "rows", UPSTREAM, horizon=60))
+    rates = (upstream / "nanochat" / "rates").read_text().split()[1:]  # the first step compiles
+    expected = [upstream_factors(step, 60)[0] for step in range(60)]
+    assert [float(rate) for rate in rates] == pytest.approx(expected)
 
 
 @pytest.mark.slow
