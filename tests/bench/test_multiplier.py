@@ -215,13 +215,16 @@ def test_a_run_that_reads_its_text_more_than_twice_has_no_pairs(tmp_path: Path) 
 
 
 # Its optimizer writes the rate of each step to a file.
-RECORDED = SOURCE.replace("torch.optim.SGD", "Recorded") + """
+RECORDED = (
+    SOURCE.replace("torch.optim.SGD", "Recorded")
+    + """
 class Recorded(torch.optim.SGD):
     def step(self):
         super().step()
         with open(os.path.join(os.path.dirname(__file__), "rates"), "a") as rates:
             print(self.param_groups[0]["lr"], file=rates)
 """
+)
 
 
 @pytest.mark.slow
