@@ -241,7 +241,7 @@ def spans(
         removed += len(match[0])
         first.setdefault(int(match[1]), position)
         last[int(match[1])] = position
-    ends = re.compile("|".join(map(re.escape, sorted(stops, key=len, reverse=True))))
+    ends = re.compile("|".join(map(re.escape, sorted(stops, key=len, reverse=True))) or "(?!)")
     spans = []
     for index, begin in first.items():
         end = ends.search(text, last[index])

@@ -95,7 +95,8 @@ class FolderTokenizer:
         self.chat_format = ChatFormat(folder, self._names)
         ends = [self._names.get(name, "") for name in ("bos_token", "eos_token")]
         chats = " ".join([self.chat_format.source or "", *ends])
-        vocabulary = read_vocabulary(path, vocab_size, chats)
+        reply_ends = {self._names.get("eos_token", ""), *listed_ends(folder)}
+        vocabulary = read_vocabulary(path, vocab_size, chats, reply_ends)
         self._tokenizer = vocabulary.tokenizer
         self._pieces = vocabulary.sentence_pieces
         self._added = vocabulary.added

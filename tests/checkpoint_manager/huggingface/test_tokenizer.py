@@ -287,7 +287,7 @@ def test_tokenizers_that_do_not_fit_are_refused(folder: Path, source: str) -> No
     with pytest.raises(UserError, match="a token 303, and the embedding of the model has only 302 rows"):
         FolderTokenizer(folder, 302)  # 302 ends a reply
     with pytest.raises(UserError, match="a token 299, and the embedding of the model has only 299 rows"):
-        read_vocabulary(folder / "tokenizer.json", 299, "")
+        read_vocabulary(folder / "tokenizer.json", 299, "", ends=())
     other = source.replace('"decoder": {"type": "ByteLevel"', '"decoder": {"type": "Fuse"')
     cases = {"{": "cannot be read as JSON", '{"added_tokens": []}': "is damaged", other: "kind Fuse"}
     for content, words in cases.items():
