@@ -240,7 +240,9 @@ def test_a_reply_with_several_calls_is_one_for_each_where_a_template_takes_one(f
     assert trained(ours, apart) == [BARE_CALL("a"), BARE_CALL("b"), "5"]
     both = said("assistant", "", tool_calls=[one, two])
     named = [said("tool", text, tool_call_id=call_id) for text, call_id in (("2", "b"), ("1", "a"))]
+    unnamed = [{**result, "tool_call_id": ""} for result in results]
     assert rendered(both, *results) == rendered(both, *named) == apart
+    assert rendered({**both, "tool_calls": [{**each, "id": ""} for each in (one, two)]}, *unnamed) == apart
     nameless = [{key: value for key, value in each.items() if key != "id"} for each in (one, two)]
     assert rendered(said("assistant", "", tool_calls=nameless), *results) == apart
     assert rendered(both, results[0]) == rendered(single[0], results[0], single[1])
