@@ -391,10 +391,11 @@ def test_no_end_of_the_publisher_is_shown_as_text(three_ends: FolderTokenizer) -
         ("{{ messages[0].content }}<|im_end|>", "<|endoftext|>", 302),
         ("{{ messages[0].content }}<|endoftext|>", "<|endoftext|>", 300),
         ("{{ messages[0].content }}", "<|im_start|>", 301),
+        ("{{ messages[0].content }}", None, 302),  # the first one of generation_config.json
     ],
 )
 def test_the_end_of_a_turn_is_the_one_that_the_publisher_names(
-    template: str | None, eos: str, end: int, folder: Path
+    template: str | None, eos: str | None, end: int, folder: Path
 ) -> None:
     write(folder, "tokenizer_config.json", {"eos_token": eos, "chat_template": template})
     assert FolderTokenizer(folder, ROWS).special("assistant_end") == end
