@@ -109,7 +109,9 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     `vocab_size`, the number of rows of the model's embedding, matters only for a published model.
     """
     path = folder / "tokenizer.json"
-    is_published = path.is_file() and "added_tokens" in read_json(path)
+    is_published = (folder / "config.json").is_file()
+    if not is_published and path.is_file():  # the step of an adapter has no config.json
+        is_published = "added_tokens" in read_json(path)
     if is_published:
         from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 

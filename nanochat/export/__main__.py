@@ -70,11 +70,12 @@ def _convert(cfg: Config, path: Path, target: Path) -> None:
 
     Raises UserError (exit code 2) if other flags select a model, or if the file is not supported.
     """
-    if cfg.format != "huggingface" or (cfg.model, cfg.adapter, cfg.source) != (None, None, None):
+    model_flags = (cfg.model, cfg.adapter, cfg.source, cfg.model_tag, cfg.step)
+    if cfg.format != "huggingface" or any(value is not None for value in model_flags):
         raise UserError(
             tr(
                 "--from-gguf turns a GGUF file into a folder, and takes no other flag than "
-                "--dtype: leave --format, --model, --adapter and --source out"
+                "--dtype: leave --format, --model, --adapter, --source, --model_tag and --step out"
             ),
             exit_code=2,
         )

@@ -268,3 +268,21 @@ def test_a_published_model_is_another_one_with_another_config_or_chat_template(t
     (tmp_path / "config.json").write_text(json.dumps({**settings, "rope_theta": 500.0, "rope_parameters": None}))
     found.add(weights())
     assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokenizer.model", "pieces", "only as tokenizer.model"),
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        ("README.md", "", "Copy the model again, with its tokenizer"),
+    ],
+)
+def test_a_published_model_without_a_readable_vocabulary_says_what_to_copy(
+    name: str, content: str, words: str, tmp_path: Path
+) -> None:
+    write_folder(tmp_path, "qwen3")
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=words):
+        load_published(tmp_path, None, on_cpu())

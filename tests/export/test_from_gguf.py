@@ -51,6 +51,24 @@ def test_an_exported_model_comes_back(family: str, tmp_path: Path) -> None:
     assert again.tokenizer.stops == tokenizer.stops and again.tokenizer.adds_bos is False
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"format": "gguf"},
+        {"model": Path("x")},
+        {"adapter": Path("x")},
+        {"source": "sft"},
+        {"model_tag": "d12"},
+        {"step": 0},
+    ],
+)
+def test_flags_that_name_another_model_are_refused(flags: dict[str, Any], tmp_path: Path) -> None:
+    (name,) = flags
+    with pytest.raises(UserError, match=f"--{name}") as refused:
+        main(Config(tmp_path / "out", from_gguf=exported(tmp_path)[2], **flags))
+    assert refused.value.exit_code == 2 and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", SPLITS)
 def test_every_split_comes_back(name: str, tmp_path: Path) -> None:
     split = SPLITS[name]

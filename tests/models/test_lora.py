@@ -27,6 +27,7 @@ DELTA = LoraConfig(
 )
 SCALED = LoraConfig(rank=3, alpha=5.0, stabilised=True)
 ATTENTION = LoraConfig(rank=4, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+EXPERTS = LoraConfig(rank=4, targets=("gate_proj", "up_proj", "down_proj"))
 CASES = [
     ("qwen2", CONFIG),
     ("qwen3", CONFIG),
@@ -34,6 +35,7 @@ CASES = [
     ("llama biases", CONFIG),
     ("mistral windows", CONFIG),
     *[("qwen3-moe", CONFIG), ("qwen3-moe", SCALED), ("qwen3-moe", ATTENTION), ("qwen3.5-moe", CONFIG)],
+    ("qwen3-moe", EXPERTS),
 ]
 
 
@@ -120,12 +122,25 @@ def of_peft(folder: Path, family: str = "qwen3", **settings: Any) -> Any:
             "qwen3.5-moe",
             {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj", "experts.gate_up_proj"]},
         ),
+        (
+            "qwen3-moe",
+            {"target_modules": [], "target_parameters": ["mlp.experts.down_proj", "experts.gate_up_proj"]},
+        ),
+        ("qwen3.5-moe", {"target_modules": [], "target_parameters": ["down_proj"]}),  # not of the shared expert
     ],
 )
 def test_an_adapter_of_peft_gives_its_logits(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
     theirs, model = of_peft(tmp_path, family, **settings), tiny_qwen(family)
     merge_adapter(model, tmp_path, on_cpu())
     torch.testing.assert_close(model(text()), theirs(text()).logits, atol=3e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "config"), CASES)
+def test_our_adapter_is_read_as_it_was_saved(family: str, config: LoraConfig, tmp_path: Path) -> None:
+    adapted, model = with_adapter(family, config), tiny_qwen(family)
+    save_adapter(adapted, config, "base", tmp_path / "adapter")
+    merge_adapter(model, tmp_path / "adapter", on_cpu())
+    torch.testing.assert_close(model(text()), adapted(text()), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ OPTIONS = {
     "llama yarn": LlamaConfig(**SHAPE, n_layer=2, head_dim=12, tied=0, **YARN, rope_scale=0.1 * math.log(4) + 1),
     "mistral windows": LlamaConfig(**SHAPE, n_layer=2, head_dim=16, tied=0, layers="S", window=40),
     "ministral windows": LlamaConfig(**SHAPE, n_layer=3, head_dim=16, tied=0, layers="ASS", window=40),
+    "qwen2 wide heads": QwenConfig(**SHAPE, n_layer=2, head_dim=16, qkv_bias=1, qk_norm=0),
     "qwen2 windows": QwenConfig(**SHAPE, n_layer=3, head_dim=12, qkv_bias=1, qk_norm=0, layers="ASS", window=7),
     "qwen3 windows": QwenConfig(**SHAPE, n_layer=3, head_dim=16, layers="SAS", window=33),
     "qwen3 biases": QwenConfig(**SHAPE, n_layer=2, head_dim=16, qkv_bias=1, o_bias=1),

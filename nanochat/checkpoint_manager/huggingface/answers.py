@@ -133,7 +133,7 @@ def _single_calls(turn: Message, results: Sequence[Message]) -> Iterator[Message
     results_of: list[list[Message]] = [[] for _ in replies]
     for place, result in enumerate(results):
         call_id = result.fields.get("tool_call_id")
-        if call_id is not None and call_id in ids:
+        if call_id and call_id in ids:
             results_of[ids.index(call_id)].append(result)
         else:
             results_of[min(place, len(replies) - 1)].append(result)
@@ -241,7 +241,7 @@ def spans(
         removed += len(match[0])
         first.setdefault(int(match[1]), position)
         last[int(match[1])] = position
-    ends = re.compile("|".join(map(re.escape, sorted(stops, key=len, reverse=True))))
+    ends = re.compile("|".join(map(re.escape, sorted(stops, key=len, reverse=True))) or "(?!)")
     spans = []
     for index, begin in first.items():
         end = ends.search(text, last[index])

@@ -361,8 +361,8 @@ def published(shape: QwenConfig) -> dict[str, Any]:
         "tie_word_embeddings": bool(shape.tied),
         **published_rope(shape, in_parameters=model_type.startswith("qwen3_5")),
     }
-    if model_type == "qwen2":
-        del content["head_dim"]  # readers of this type compute it
+    if model_type == "qwen2" and shape.n_head * shape.head_dim == shape.n_embd:
+        del content["head_dim"]  # the default, which publishers of this type leave out
     if shape.o_bias:
         content["attention_bias"] = True
     if shape.mlp_bias:

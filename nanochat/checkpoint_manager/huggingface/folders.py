@@ -3,7 +3,7 @@
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +34,39 @@ def published_folder(path: Path, marker: str = MODEL) -> Path:
 
     `path` is the folder itself, a folder models--OWNER--NAME of the Hugging Face cache, or
     OWNER/NAME, which is looked up in the local caches of Hugging Face and ModelScope. `marker` is
-    the file by which the folder is known. Raises UserError (exit code 2) if OWNER/NAME is in
-    neither cache, or if the folder of a model is that of an adapter.
+    the file by which the folder is known. If the caches have only the other kind of folder under
+    that name, an adapter's is refused as a model, and a model's is returned, for the reader of
+    adapters to refuse. Raises UserError (exit code 2) if OWNER/NAME is in neither cache, or if the
+    folder of a model is that of an adapter.
     """
     folder = path.expanduser()
-    if folder.exists() or not HUB_NAME.fullmatch(str(path)):
-        folder = _snapshot(folder.resolve(), marker)
-        if marker == MODEL and not (folder / MODEL).is_file() and (folder / ADAPTER).is_file():
+    is_cached = HUB_NAME.fullmatch(str(path)) is not None and not folder.exists()
+    candidates = list(_cached(*str(path).split("/"))) if is_cached else [folder]
+    snapshot = _first_with(candidates, marker)
+    if snapshot is None:
+        snapshot = _first_with(candidates, ADAPTER if marker == MODEL else MODEL)
+        if snapshot is not None and marker == MODEL:
             raise UserError(
                 tr(
                     "{folder} is an adapter: name it with --adapter, and its base with --model",
-                    folder=folder,
+                    folder=snapshot,
                 ),
                 exit_code=2,
             )
-        return folder
-    owner, _, name = str(path).partition("/")
-    for candidate in _cached(owner, name):
-        snapshot = _snapshot(candidate.resolve(), marker)
-        if (snapshot / marker).is_file():
-            return snapshot
-    raise UserError(
+    if snapshot is None and is_cached:
+        raise _not_cached(path)
+    return snapshot or folder.resolve()
+
+
+def _first_with(candidates: Iterable[Path], marker: str) -> Path | None:
+    """Return the first folder with a file of that name, or None. A repository gives its snapshot."""
+    snapshots = (_snapshot(candidate.resolve(), marker) for candidate in candidates)
+    return next((snapshot for snapshot in snapshots if (snapshot / marker).is_file()), None)
+
+
+def _not_cached(path: Path) -> UserError:
+    """Return the error (exit code 2) that no cache has the model OWNER/NAME, with its download."""
+    return UserError(
         tr(
             "there is no folder {path}, and neither {hub_cache} nor {modelscope_cache} holds "
             "that model. Download it with `hf download {path} --local-dir {name}` or, in China, "
@@ -62,7 +74,7 @@ def published_folder(path: Path, marker: str = MODEL) -> Path:
             path=path,
             hub_cache=_hub_cache(),
             modelscope_cache=_modelscope_cache(),
-            name=name,
+            name=path.name,
         ),
         exit_code=2,
     )

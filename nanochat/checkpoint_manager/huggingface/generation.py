@@ -2,7 +2,6 @@
 
 import reprlib
 from pathlib import Path
-from typing import Any
 
 from nanochat.checkpoint_manager.huggingface.folders import read_object
 from nanochat.common import UserError, tr, write_json
@@ -33,7 +32,7 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
         if value is None:
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or kind(value) != value or not low <= value <= high:
+        if not is_number or not low <= value <= high or kind(value) != value:
             raise UserError(
                 tr(
                     "{path} has {name}={value}, and it must be from {low:g} to {high:g}. "
@@ -52,13 +51,17 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
 
 
 def listed_ends(folder: Path) -> list[int]:
-    """Return the tokens that end generation, as generation_config.json lists them, or config.json."""
-    listed: Any = []
-    for name in ("config.json", FILE_NAME):
-        listed = read_object(folder / name).get("eos_token_id", listed)
-    if not isinstance(listed, list):
-        listed = [listed]
-    return [token for token in listed if isinstance(token, int)]
+    """Return the tokens that end generation, in the order of generation_config.json.
+
+    If that file lists none, the tokens are those of config.json.
+    """
+    for name in (FILE_NAME, "config.json"):
+        listed = read_object(folder / name).get("eos_token_id")
+        tokens = listed if isinstance(listed, list) else [listed]
+        ends = [token for token in tokens if isinstance(token, int)]
+        if ends:
+            return ends
+    return []
 
 
 def add_end(folder: Path, token: int) -> None:

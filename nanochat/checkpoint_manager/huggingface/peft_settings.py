@@ -114,7 +114,8 @@ def read_settings(folder: Path) -> PeftSettings:
     _refuse_slow_patterns(content, path)
     # A setting that is null is the same as one that is missing.
     values = {name: value for name, value in content.items() if value is not None}
-    targets = values.get("target_modules", "None")
+    # An adapter of experts alone has no target modules, and "None" matches no module.
+    targets = values.get("target_modules") or "None"
     try:
         settings = PeftSettings(
             config=LoraConfig(

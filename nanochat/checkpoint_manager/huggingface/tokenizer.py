@@ -95,7 +95,8 @@ class FolderTokenizer:
         self.chat_format = ChatFormat(folder, self._names)
         ends = [self._names.get(name, "") for name in ("bos_token", "eos_token")]
         chats = " ".join([self.chat_format.source or "", *ends])
-        vocabulary = read_vocabulary(path, vocab_size, chats)
+        reply_ends = {self._names.get("eos_token", ""), *listed_ends(folder)}
+        vocabulary = read_vocabulary(path, vocab_size, chats, reply_ends)
         self._tokenizer = vocabulary.tokenizer
         self._pieces = vocabulary.sentence_pieces
         self._added = vocabulary.added
@@ -332,7 +333,8 @@ class FolderTokenizer:
         """Return the token that ends the assistant's turn.
 
         It is the first of ENDS_OF_TURN that the chat template has, else the publisher's eos_token,
-        and else the first token of generation_config.json.
+        else the first token that generation_config.json or config.json lists as an end, and else
+        the smallest of `stops`.
         """
         template = self.chat_format.source
         for spelling in ENDS_OF_TURN:
@@ -340,7 +342,10 @@ class FolderTokenizer:
             if end is not None and (template is None or spelling in template):
                 return end
         eos = self.named("eos_token")
-        return min(self.stops) if eos is None else eos
+        if eos is not None:
+            return eos
+        usable_ends = (end for end in listed_ends(self.folder) if end in self.stops)
+        return next(usable_ends, min(self.stops))
 
     # --- conversations ---------------------------------------------------------------------------
 

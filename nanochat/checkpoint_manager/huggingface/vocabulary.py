@@ -1,7 +1,7 @@
 """Reads tokenizer.json: its vocabulary, its special tokens, and which of the known kinds it is."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,11 @@ class Vocabulary:
     last: int
 
 
-def read_vocabulary(path: Path, rows: int, chats: str) -> Vocabulary:
+def read_vocabulary(path: Path, rows: int, chats: str, ends: Collection[str | int]) -> Vocabulary:
     """Return the vocabulary in a tokenizer.json, for an embedding with `rows` rows.
 
-    A special token that is spelled out in a text is ordinary text for its tokenizer. Some models
+    A special token that is spelled out in a text is ordinary text for its tokenizer. The added
+    tokens among `ends`, spellings and IDs, are special even if the file says otherwise. Some models
     have added tokens without a row, such as one for padding in copies of Llama 2. They are left out
     with a warning, unless `chats`, what makes chats of texts, spells them. Raises UserError if the
     file is damaged or of an unknown kind, or if a token lacks a row.
@@ -60,6 +61,7 @@ def read_vocabulary(path: Path, rows: int, chats: str) -> Vocabulary:
     pieces = None
     left_out: list[str] = []
     try:
+        content = {**content, "added_tokens": _with_special_ends(content["added_tokens"], ends)}
         left_out = [token["content"] for token in content["added_tokens"] if token["id"] >= rows]
         if not any(text in chats for text in left_out):
             content = {**content, "added_tokens": added_with_rows(content, rows)}
@@ -122,6 +124,16 @@ def read_vocabulary(path: Path, rows: int, chats: str) -> Vocabulary:
         )
     specials = {text: added[text] for text in special_texts}
     return Vocabulary(tokenizer, added, specials, pieces, last)
+
+
+def _with_special_ends(
+    tokens: Sequence[Mapping[str, Any]], ends: Collection[str | int]
+) -> list[dict[str, Any]]:
+    """Return the added tokens of a tokenizer.json, of which those among `ends` are special."""
+    return [
+        {**token, "special": token["special"] or token["content"] in ends or token["id"] in ends}
+        for token in tokens
+    ]
 
 
 def added_with_rows(content: Mapping[str, Any], rows: int) -> list[Mapping[str, Any]]:

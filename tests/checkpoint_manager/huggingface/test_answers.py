@@ -2,15 +2,18 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nanochat.checkpoint_manager.huggingface.answers import mark, spans
 from nanochat.checkpoint_manager.huggingface.template import ChatTemplate
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.common import UserError
 from nanochat.data import bpe
+from nanochat.data.conversation import assistant
 from nanochat.tokenizer import PATTERNS
 from tasks.customjson import read_record
 from tasks.preferences import read_pair
@@ -118,6 +121,32 @@ def test_calls_and_reasoning_have_the_tokens_and_the_mask_of_transformers(folder
     assert trained(ours, rendered) == TRAINED
 
 
+@pytest.mark.parametrize("listed", ["tokenizer_config.json", "generation_config.json"])
+def test_the_end_of_a_reply_is_trained_where_the_vocabulary_says_that_it_is_not_special(
+    listed: str, folder: Path, tmp_path: Path
+) -> None:
+    """A special token after the conversation would be taken for the end of each reply."""
+    template = TOOLS + "{{- '<|endoftext|>' }}"
+    expected, ours = tokenizer(folder, template), shutil.copytree(folder, tmp_path / "model")
+    content = json.loads((ours / "tokenizer.json").read_text())
+    (end,) = (token for token in content["added_tokens"] if token["content"] == "<|im_end|>")
+    end["special"] = False
+    (ours / "tokenizer.json").write_text(json.dumps(content))
+    if listed == "generation_config.json":
+        (ours / "tokenizer_config.json").unlink()
+        (ours / listed).write_text(json.dumps({"eos_token_id": end["id"]}))
+    spelled = [said("user", "<|im_end|>"), said("assistant", "<|im_end|>")]
+    for messages in (MESSAGES, MESSAGES[-2:] * 2, spelled):
+        tools = {"tools": [TOOL]} if messages == MESSAGES else {}
+        record = read_record({"messages": messages, **tools})
+        assert tokenizer(ours, template).render(record) == expected.render(record)
+
+
+def test_a_reply_that_no_special_token_ends_is_refused() -> None:
+    with pytest.raises(UserError, match="no special token ends"):
+        spans(f"{mark(0)}hi</s>", [assistant("hi")], "", stops=[])
+
+
 # The shape of Mistral's templates: no opening of a reply, and IDs of nine characters.
 NINE = "{%- if not {id} is defined or {id} | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
 LISTS = (
@@ -211,7 +240,9 @@ def test_a_reply_with_several_calls_is_one_for_each_where_a_template_takes_one(f
     assert trained(ours, apart) == [BARE_CALL("a"), BARE_CALL("b"), "5"]
     both = said("assistant", "", tool_calls=[one, two])
     named = [said("tool", text, tool_call_id=call_id) for text, call_id in (("2", "b"), ("1", "a"))]
+    unnamed = [{**result, "tool_call_id": ""} for result in results]
     assert rendered(both, *results) == rendered(both, *named) == apart
+    assert rendered({**both, "tool_calls": [{**each, "id": ""} for each in (one, two)]}, *unnamed) == apart
     nameless = [{key: value for key, value in each.items() if key != "id"} for each in (one, two)]
     assert rendered(said("assistant", "", tool_calls=nameless), *results) == apart
     assert rendered(both, results[0]) == rendered(single[0], results[0], single[1])

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from nanochat.checkpoint_manager.huggingface.adapter import SETTINGS, read_adapter
 from nanochat.checkpoint_manager.huggingface.folders import model_name, published_folder
+from nanochat.checkpoint_manager.huggingface.peft_settings import read_settings
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.checkpoint_manager.load import load_published
@@ -103,6 +104,20 @@ def test_an_adapter_that_is_named_as_a_model_says_which_flag_is_meant(tmp_path: 
         load_published(tmp_path, None, on_cpu())
     assert refused.value.exit_code == 2
     assert published_folder(tmp_path, SETTINGS) == tmp_path
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_cached_adapter_and_model_are_told_apart(is_named: bool, home: Path) -> None:
+    """By OWNER/NAME and by the folder of the repository; a name said to download what was there."""
+    repository = cached_by_hf(home / ".cache/huggingface/hub", SETTINGS)
+    path = Path("Qwen/Qwen3-0.6B") if is_named else repository
+    with pytest.raises(UserError, match=r"snapshots/abc is an adapter: name it with --adapter") as refused:
+        published_folder(path)
+    assert refused.value.exit_code == 2
+    for commit in ("abc", "def"):
+        (repository / "snapshots" / commit / SETTINGS).rename(repository / "snapshots" / commit / "config.json")
+    with pytest.raises(UserError, match="snapshots/abc is not an adapter"):
+        read_settings(published_folder(path, SETTINGS))
 
 
 def test_a_cached_model_loads_under_its_name(home: Path) -> None:

@@ -1,12 +1,13 @@
 """The sampling defaults of generation_config.json."""
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanochat.checkpoint_manager.huggingface.generation import sampling_defaults
+from nanochat.checkpoint_manager.huggingface.generation import listed_ends, sampling_defaults
 from nanochat.checkpoint_manager.load import load_model, load_published
 from nanochat.common import UserError
 from tests.support.qwens import write_folder
@@ -42,13 +43,27 @@ def test_what_the_publisher_states_is_returned(content: Any, defaults: dict[str,
         ("top_p", 1.5),
         ("top_k", 2.5),
         ("top_k", True),
+        ("top_k", float("inf")),
+        ("top_k", float("nan")),
+        pytest.param("temperature", 10**400, id="temperature-huge"),
         ("repetition_penalty", 1e9),
     ],
 )
 def test_a_default_out_of_range_is_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
-    with pytest.raises(UserError, match=rf"{name}={value!r}"):
+    with pytest.raises(UserError, match=rf"{name}={reprlib.repr(value)}"):
         sampling_defaults(tmp_path)
+
+
+@pytest.mark.parametrize("listed", [{"eos_token_id": None}, {"eos_token_id": []}, {}])
+def test_the_ends_of_config_json_count_where_generation_config_json_lists_none(
+    listed: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [302, 0]}))
+    (tmp_path / "generation_config.json").write_text(json.dumps(listed))
+    assert listed_ends(tmp_path) == [302, 0]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    assert listed_ends(tmp_path) == [0]
 
 
 def test_only_published_models_have_them(tmp_path: Path) -> None:

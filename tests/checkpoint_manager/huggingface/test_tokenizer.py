@@ -287,7 +287,7 @@ def test_tokenizers_that_do_not_fit_are_refused(folder: Path, source: str) -> No
     with pytest.raises(UserError, match="a token 303, and the embedding of the model has only 302 rows"):
         FolderTokenizer(folder, 302)  # 302 ends a reply
     with pytest.raises(UserError, match="a token 299, and the embedding of the model has only 299 rows"):
-        read_vocabulary(folder / "tokenizer.json", 299, "")
+        read_vocabulary(folder / "tokenizer.json", 299, "", ends=())
     other = source.replace('"decoder": {"type": "ByteLevel"', '"decoder": {"type": "Fuse"')
     cases = {"{": "cannot be read as JSON", '{"added_tokens": []}': "is damaged", other: "kind Fuse"}
     for content, words in cases.items():
@@ -391,10 +391,11 @@ def test_no_end_of_the_publisher_is_shown_as_text(three_ends: FolderTokenizer) -
         ("{{ messages[0].content }}<|im_end|>", "<|endoftext|>", 302),
         ("{{ messages[0].content }}<|endoftext|>", "<|endoftext|>", 300),
         ("{{ messages[0].content }}", "<|im_start|>", 301),
+        ("{{ messages[0].content }}", None, 302),  # the first one of generation_config.json
     ],
 )
 def test_the_end_of_a_turn_is_the_one_that_the_publisher_names(
-    template: str | None, eos: str, end: int, folder: Path
+    template: str | None, eos: str | None, end: int, folder: Path
 ) -> None:
     write(folder, "tokenizer_config.json", {"eos_token": eos, "chat_template": template})
     assert FolderTokenizer(folder, ROWS).special("assistant_end") == end
