@@ -173,7 +173,7 @@ class Config:
     embedding_noise: Rare[float | Auto] = "auto"
     """random noise on what the model reads in training, as a share of each embedding's size (NEFTune).
     It helps a small model to answer questions in other wordings. 0: none.
-    auto: none from 576 channels up and with dpo, and up to 1 for narrower models"""
+    auto: none from 576 channels up and with dpo, and up to 0.7 for narrower models"""
     general_text: Rare[Path | None] = None
     """text file on which each validation also measures the perplexity, to show what the model forgets.
     Blank lines separate passages, and no passage may be in the data.

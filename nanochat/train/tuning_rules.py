@@ -9,7 +9,7 @@ READINGS = 2400  # conversations to read in a run; less data is read more than o
 MOST_EPOCHS = 8.0  # but no more times than this
 FITTED_WIDTH = 576  # channels of the model that the rules were fitted to
 MOST_REPEATS = 3.0  # how many times as much a narrower model reads, at most
-NOISE = 0.5  # on the embeddings of a model that reads twice as much, as a share of their size
+NOISE = 0.35  # on the embeddings of a model that reads twice as much, as a share of their size
 LONGEST_ROW = 2048  # tokens
 SHORTEST_ROW = 128  # tokens
 ROW_CONVERSATIONS = 4  # that a row holds, if they have the average length
@@ -80,7 +80,7 @@ def tuning_repeats(width: int) -> float:
 def tuning_noise(width: int) -> float:
     """Return the noise on embeddings, as a share of their size, for a model of `width` channels.
 
-    It is 1 up to 192 channels, 0.5 at 288, and 0 from 576 channels up. A narrow model, which reads
+    It is 0.7 up to 192 channels, 0.35 at 288, and 0 from 576 channels up. A narrow model, which reads
     its data up to three times as often as others, knows the wordings by heart; with noise, it
     answers twice as many questions that have other wordings. At 576 channels, where the wordings
     are no difficulty, noise only blurs the facts (dev/LOG.md).

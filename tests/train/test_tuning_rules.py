@@ -83,4 +83,4 @@ def test_without_own_words_rates_are_lower() -> None:
 
 def test_only_models_narrower_than_576_channels_read_noise() -> None:
     shares = [tuning_rules.tuning_noise(width) for width in (64, 192, 288, 576, 4096)]
-    assert shares == pytest.approx([1.0, 1.0, 0.5, 0.0, 0.0])
+    assert shares == pytest.approx([0.7, 0.7, 0.35, 0.0, 0.0])
