@@ -134,11 +134,13 @@ def _results_after_calls(messages: Sequence[Message]) -> list[Message]:
     sort_keys = []
     for i, (_, message) in enumerate(joined):
         place = (i, 0)
-        if message.role == "tool":
-            place = place_of_result.get(message.fields.get("tool_call_id", ""), place)
+        call_id = message.fields.get("tool_call_id")
+        if call_id:
+            place = place_of_result.get(call_id, place)
         sort_keys.append((*place, i))
         for number, call in enumerate(message.fields.get("tool_calls", ()), start=1):
-            place_of_result[call.get("id", "")] = (i, number)
+            if call.get("id"):
+                place_of_result[call["id"]] = (i, number)
     ordered = [joined[i] for *_, i in sorted(sort_keys)]
     for previous, (i, message) in itertools.pairwise([(-1, user("")), *ordered]):
         if message.role == "tool" and previous[1].role not in ("assistant", "tool"):

@@ -167,7 +167,7 @@ def test_a_chat_in_which_nobody_says_anything_is_refused(role: str) -> None:
 QUESTION = {"role": "user", "content": "Rain?"}
 
 
-def called(*ids: str) -> dict[str, Any]:
+def called(*ids: str | None) -> dict[str, Any]:
     calls = [{"id": i, "type": "function", "function": {"name": "a", "arguments": "{}"}} for i in ids]
     return {"role": "assistant", "content": None, "tool_calls": calls}
 
@@ -187,6 +187,8 @@ def result(text: str, number: str | None = None) -> dict[str, Any]:
         ([called("1"), QUESTION, result("one", "1")], "one calls, one, Rain?"),
         ([called("1"), result("one", "1"), called("1"), result("two", "1")], "one calls, one, one calls, two"),
         ([called("1", "2"), result("two", "2"), QUESTION], "two calls, two, Rain?"),
+        ([called(None), result("one"), called("1"), result("two")], "one calls, one, one calls, two"),
+        ([called(""), result("one", ""), called("1"), result("two", "")], "one calls, one, one calls, two"),
     ],
 )
 def test_results_follow_their_calls_whatever_order_a_client_sends(sent: list[dict[str, Any]], texts: str) -> None:
