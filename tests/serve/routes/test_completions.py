@@ -77,6 +77,15 @@ def test_prompt_alone_can_be_scored(served):
         assert [value["rank"] for value in entry.values() if value["rank"]].count(1) == 1
 
 
+@pytest.mark.parametrize(("logprobs", "prompt_logprobs"), [(5, 1), (5, 0), (1, 3)])
+def test_echo_and_prompt_logprobs_each_list_as_many_tokens_as_asked(served, logprobs, prompt_logprobs):
+    fields = {"prompt": "the cat sat", "echo": True, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    choice = served.ok(PATH, **fields, max_tokens=1)["choices"][0]
+    ranks = [{entry["rank"] for entry in tokens.values()} - {None} for tokens in choice["prompt_logprobs"][1:]]
+    assert ranks == [{*range(1, prompt_logprobs + 1)}] * len(ranks)
+    assert {len(top) - logprobs for top in choice["logprobs"]["top_logprobs"][1:]} <= {0, 1}
+
+
 def test_several_replies_differ_and_the_same_seed_gives_them_again(served):
     fields = {"prompt": ["the cat", "12"], "n": 3, "seed": 5, "temperature": 1.0, "max_tokens": 12}
     bodies = [served.ok(PATH, **fields) for _ in range(2)]
