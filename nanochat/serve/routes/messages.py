@@ -48,8 +48,8 @@ def read_conversation(items: Any, continued: bool = False) -> Conversation:
 
     Roles may come in any order. The results of calls are put after their calls, in the order of
     the calls; a result that names no call must follow an assistant message or another result. Empty
-    system messages are left out. If `continued` is true, the last message must be a reply for the
-    model to continue.
+    system messages are left out. If `continued` is true, the last message must be a reply without
+    calls for the model to continue.
 
     Raises ApiError (400) if the messages are invalid or too many.
     """
@@ -67,6 +67,12 @@ def read_conversation(items: Any, continued: bool = False) -> Conversation:
         text = (
             "continue_final_message needs a reply to continue: the last message must have the role "
             "assistant"
+        )
+        raise invalid(text, last)
+    if continued and messages[-1].fields.get("tool_calls"):
+        text = (
+            "a reply with calls cannot be continued: send the results of the calls after it, or "
+            "leave the calls out"
         )
         raise invalid(text, last)
     if not continued and items[-1].get("tool_calls"):
