@@ -155,10 +155,10 @@ def _results_after_calls(messages: Sequence[Message]) -> list[Message]:
     return [message for _, message in ordered]
 
 
-def _joined(first: Message, second: Message, between: tuple[Part, ...] = ()) -> Message:
+def _joined(first: Message, second: Message) -> Message:
     """Return two messages of one speaker as one, with the thoughts and the calls of both.
 
-    The parts in `between` separate their texts.
+    A blank line separates their words, if both have some.
     """
     fields = {**first.fields, **second.fields}
     thoughts = []
@@ -171,7 +171,10 @@ def _joined(first: Message, second: Message, between: tuple[Part, ...] = ()) -> 
         fields["reasoning_content"] = "\n\n".join(thoughts)
     if calls:
         fields["tool_calls"] = calls
-    return Message(first.role, merge_texts(*first.parts, *between, *second.parts), fields=fields)
+    both_speak = any(part.text for part in first.parts) and any(part.text for part in second.parts)
+    blank_line = (Part("text", "\n\n"),) if both_speak else ()
+    parts = merge_texts(*first.parts, *blank_line, *second.parts)
+    return Message(first.role, parts, fields=fields)
 
 
 def _message(item: Any, name: str) -> Message:
@@ -317,9 +320,7 @@ def alternating(conversation: Conversation) -> Conversation:
         if message.role == "system":
             instructions.append(message.text)
         elif turns and turns[-1].role == message.role != "tool":
-            has_both = turns[-1].parts and message.parts
-            blank_line = (Part("text", "\n\n"),) if has_both else ()
-            turns[-1] = _joined(turns[-1], message, blank_line)
+            turns[-1] = _joined(turns[-1], message)
         else:
             turns.append(message)
     text = "\n\n".join(instructions)

@@ -306,6 +306,21 @@ def test_messages_in_a_row_become_one_with_the_thoughts_and_calls_of_both(tmp_pa
     assert plain.messages[1].text == "a\n\na"
 
 
+@pytest.mark.parametrize(
+    ("texts", "joined"),
+    [(("Let me see.", "Soon."), "Let me see.\n\nSoon."), (("a", ""), "a"), (("", "a"), "a"), (("", ""), "")],
+)
+def test_a_blank_line_separates_the_words_of_messages_in_a_row(texts: tuple[str, str], joined: str) -> None:
+    first, second = ({"role": "assistant", "content": text} for text in texts)
+    after = [result("x", "1"), QUESTION]
+    for sent in (
+        [{**called("1"), **first}, second, *after],
+        [first, {**called("1"), **second}, *after],
+        [first, second, QUESTION],
+    ):
+        assert alternating(read_conversation([QUESTION, *sent])).messages[1].text == joined
+
+
 def test_the_marks_that_close_a_continued_thought_count(tmp_path: Path) -> None:
     """They come before the beginning of the reply, and a chat that has no room for them is cut or refused."""
     opens = THINKER.replace("[assistant]{% if enable", "[assistant]<think>{% if enable")
