@@ -244,6 +244,7 @@ class CompletionWriter:
             Choice(tokenizer, "all" if request.logprobs else None) for _ in range(count)
         ]
         self._texts = [""] * count
+        self._open = count  # replies whose end has not been streamed
         self._scores = [Listed(tokenizer) for _ in range(count)]
         self.stream = request.settings.stream
 
@@ -320,8 +321,9 @@ class CompletionWriter:
             return b""
         settings = self._request.settings
         body: dict[str, Any] = {**self._head, "choices": [choice]}
-        ended = all(other.finish for other in self._choices)
-        if settings.continuous_usage or (ended and not settings.include_usage):
+        if choice["finish_reason"]:
+            self._open -= 1
+        if settings.continuous_usage or (self._open == 0 and not settings.include_usage):
             body["usage"] = self.usage
         return event(body)
 

@@ -116,6 +116,15 @@ def test_stream_is_the_same_text_in_pieces(served):
         assert logprobs[1:] == pytest.approx(choice["logprobs"]["token_logprobs"][1:], abs=1e-5)
 
 
+@pytest.mark.parametrize("options", [None, {"include_usage": True}])
+def test_a_stream_of_several_replies_ends_with_one_usage(served, options):
+    fields = {"prompt": ["the cat", "12"], "n": 2, "max_tokens": 5, "ignore_eos": True, "stream_options": options}
+    lines = [line for line in served.post(PATH, **fields, stream=True).text.split("\n\n") if line][:-1]
+    streamed = [json.loads(line.removeprefix("data: ")) for line in lines]
+    (usage,) = [chunk["usage"] for chunk in streamed if chunk.get("usage")]
+    assert usage["completion_tokens"] == 20 and streamed[-1].get("usage") == usage
+
+
 def test_stop_strings_end_the_text_and_its_scores(served):
     tokens = range(served.tokenizer.vocab_size)
     bias = {str(token): -100 for token in tokens if not served.tokenizer.decode_bytes([token]).isascii()}
