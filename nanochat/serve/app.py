@@ -136,7 +136,7 @@ def _add_api(app: FastAPI, server: ChatServer) -> None:
     app.add_api_route("/metrics", server.metrics_text)
     app.add_api_route("/tokenizer_info", server.tokenizer_info)
     app.add_api_route("/v1/models", server.list_models)
-    app.add_api_route("/v1/models/{name}", server.model)
+    app.add_api_route("/v1/models/{name:path}", server.model)
     posts = {
         "/v1/chat/completions": server.generating(read_chat, large=True),
         "/v1/completions": server.generating(read_completion),

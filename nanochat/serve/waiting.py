@@ -222,7 +222,8 @@ class FairQueue:
 
     def _forget(self) -> None:
         """Forget the times of addresses without waiting turns, the oldest first, if too many."""
-        for owner in [*self._used][: len(self._used) - MOST_ADDRESSES]:
+        surplus = max(0, len(self._used) - MOST_ADDRESSES)
+        for owner in [*self._used][:surplus]:
             if owner not in self._waiting:
                 del self._used[owner]
 

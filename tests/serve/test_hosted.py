@@ -55,9 +55,17 @@ def test_both_are_listed_and_described_by_name(two: Two) -> None:
     assert tokens["vocab_size"] == ByteTokenizer.vocab_size
 
 
+@pytest.mark.parametrize("slash", ["/", "%2F"])
+def test_a_model_whose_name_has_a_slash_is_described(slash: str) -> None:
+    name = "Qwen/Qwen3-0.6B"
+    with running(FakeEngine(), settings=replace(SETTINGS, model=name)) as url:
+        answer = httpx.get(f"{url}/v1/models/{name.replace('/', slash)}")
+        assert (answer.status_code, answer.json().get("id")) == (200, name)
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body"),
-    [("GET", "/v1/models/gpt-5", None), ("GET", "/tokenizer_info?model=gpt-5", None),
+    [("GET", "/v1/models/gpt-5", None), ("GET", "/v1/models/openai/gpt-5", None), ("GET", "/tokenizer_info?model=gpt-5", None),
      ("POST", CHAT, ask("hello", model="gpt-5")), ("POST", "/tokenize", {"prompt": "a", "model": "gpt-5"}),
      ("POST", CHAT, ask("hello", model=["gpt-5"]))],
 )  # fmt: skip

@@ -206,7 +206,8 @@ class Remote:
                 call = delta.get("tool")  # a calculator call, which only our server sends
                 if call:
                     yield Part("python", _text_in(call, "expression"))
-                    yield Part("python_output", _text_in(call, "result"))
+                    if call.get("result") is not None:  # the call was not cut off
+                        yield Part("python_output", _text_in(call, "result"))
                 # Servers differ in the name, and some send an object under the second one.
                 thought = delta.get("reasoning_content") or delta.get("reasoning")
                 if isinstance(thought, str) and thought:

@@ -3,13 +3,20 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from nanochat.serve.formats.pieces import Piece, Words, add_piece, first_mark, open_beginning
+from nanochat.serve.formats.pieces import (
+    Parser,
+    Piece,
+    Words,
+    add_piece,
+    first_mark,
+    open_beginning,
+)
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 
 
-class MarkedCalls(ABC):
+class MarkedCalls(Parser, ABC):
     """Turns the text of a reply into words and calls; see Parser.
 
     The parser is always in one state, a method that moves text from `_rest` to `pieces` and returns
@@ -30,6 +37,17 @@ class MarkedCalls(ABC):
         while self._state(pieces, last):
             pass
         return pieces
+
+    def held_words(self) -> list[Piece]:
+        """Return the words that were held back because they may begin a mark, and pass them on.
+
+        There are none within a call, which something else may interrupt.
+        """
+        if self._state != self._outside:
+            return []
+        words = Words(self._rest)
+        self._rest = ""
+        return [words]
 
     def _outside(self, pieces: list[Piece], last: bool) -> bool:
         """Pass words on, up to what may be a mark."""

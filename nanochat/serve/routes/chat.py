@@ -226,6 +226,7 @@ class ChatWriter:
         ]
         self._replies = [Reply(form) for _ in range(count)]
         self._sent_calls = [0] * count
+        self._open = count  # replies whose end has not been streamed
         self._scores: list[list[dict[str, Any]]] = [[] for _ in range(count)]
         self.stream = request.settings.stream
 
@@ -331,7 +332,8 @@ class ChatWriter:
     ) -> bytes:
         """Return the chunks to stream for some deltas of a reply.
 
-        The first chunk carries `scores`. If the reply has ended, one more chunk says why.
+        The first chunk carries `scores`. If the reply has ended, one more chunk says why, and the
+        last of these chunks carries the usage unless a chunk after it does.
         """
         if scores and not deltas:
             deltas = [{"content": ""}]
@@ -340,9 +342,9 @@ class ChatWriter:
             sent += self._chunk(index, delta, scores=scores)
             scores = []
         if self._choices[index].finish:
-            ended = all(choice.finish for choice in self._choices)
+            self._open -= 1
             usage = None
-            if ended and not self._request.settings.include_usage:
+            if self._open == 0 and not self._request.settings.include_usage:
                 usage = self.usage
             sent += self._chunk(index, {}, self._finish_reason(index), usage=usage)
         return sent

@@ -67,7 +67,7 @@ class CompletionRequest:
     settings: ReplySettings
     echo: bool
     logprobs: bool  # whether to list them for the reply and, with `echo`, the prompt
-    prompt_logprobs: bool
+    prompt_logprobs: int | None  # likely tokens to list at each position of a prompt
     silent: bool  # max_tokens is 0, so only the prompt is of interest
     bos: bool  # put the token that begins a document in front of texts
 
@@ -129,8 +129,8 @@ class CompletionRequest:
             if not self.silent:
                 listed += sampling.max_tokens
             scores += listed * (1 + sampling.logprobs)
-        if self.prompt_logprobs:
-            scores += len(prompt) * (1 + (sampling.prompt_logprobs or 0))
+        if self.prompt_logprobs is not None:
+            scores += len(prompt) * (1 + self.prompt_logprobs)
         return scores
 
 
@@ -174,7 +174,7 @@ def read_completion(
         settings=settings,
         echo=echo,
         logprobs=logprobs is not None,
-        prompt_logprobs=prompt_logprobs is not None,
+        prompt_logprobs=prompt_logprobs,
         silent=max_tokens == 0,
         bos=flag(fields, "add_special_tokens", True),
     )
@@ -244,6 +244,7 @@ class CompletionWriter:
             Choice(tokenizer, "all" if request.logprobs else None) for _ in range(count)
         ]
         self._texts = [""] * count
+        self._open = count  # replies whose end has not been streamed
         self._scores = [Listed(tokenizer) for _ in range(count)]
         self.stream = request.settings.stream
 
@@ -320,8 +321,9 @@ class CompletionWriter:
             return b""
         settings = self._request.settings
         body: dict[str, Any] = {**self._head, "choices": [choice]}
-        ended = all(other.finish for other in self._choices)
-        if settings.continuous_usage or (ended and not settings.include_usage):
+        if choice["finish_reason"]:
+            self._open -= 1
+        if settings.continuous_usage or (self._open == 0 and not settings.include_usage):
             body["usage"] = self.usage
         return event(body)
 
@@ -337,18 +339,19 @@ class CompletionWriter:
             "logprobs": self._scores[index].take() if self._request.logprobs else None,
             "finish_reason": finish,
         }
-        if self._request.prompt_logprobs and (choice.finish or not self.stream):
-            scores = [self._ranked(scored) for scored in choice.prompt_scores]
+        count = self._request.prompt_logprobs
+        if count is not None and (choice.finish or not self.stream):
+            scores = [self._ranked(scored, count) for scored in choice.prompt_scores]
             content["prompt_logprobs"] = [None, *scores]
         return content
 
-    def _ranked(self, scored: Scored) -> dict[str, Any]:
-        """Return a prompt token and its alternatives as vLLM's dict from token ID to description.
+    def _ranked(self, scored: Scored, count: int) -> dict[str, Any]:
+        """Return a prompt token and `count` alternatives as vLLM's dict from ID to description.
 
         The token has no rank unless it is among the alternatives.
         """
         ranked: dict[str, Any] = {}
-        for rank, (token, logprob) in enumerate(scored.alternatives, 1):
+        for rank, (token, logprob) in enumerate(scored.alternatives[:count], 1):
             ranked[str(token)] = self._entry(token, logprob, rank)
         key = str(scored.token)
         entry = ranked.get(key) or self._entry(scored.token, scored.logprob, None)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
+from nanochat.common import UserError
 from nanochat.generate.sampling import Sampling
 from nanochat.generate.schema.grammar import MOST_BYTES
 from nanochat.generate.schema.thought_budget import budget_line
@@ -39,10 +40,14 @@ def constrained(
 
     `max_thought` is the most tokens of a thought, after which its closing mark follows; the reply
     then begins with a thought. The settings may already hold the schema of the answer. Raises
-    ApiError (400) if a forced function has an argument that the model cannot write.
+    ApiError (400) if a forced function has an argument that the model cannot write, or if the other
+    settings do not fit a grammar.
     """
     grammar = _grammar(form, requests[0][1].schema, max_thought)
-    return [(prompt, replace(sampling, schema=grammar)) for prompt, sampling in requests]
+    try:
+        return [(prompt, replace(sampling, schema=grammar)) for prompt, sampling in requests]
+    except UserError as refusal:  # ignore_eos or min_tokens
+        raise invalid(str(refusal)) from None
 
 
 def _grammar(form: Form, schema: str | None, max_thought: int | None) -> str | None:

@@ -48,8 +48,8 @@ def read_conversation(items: Any, continued: bool = False) -> Conversation:
 
     Roles may come in any order. The results of calls are put after their calls, in the order of
     the calls; a result that names no call must follow an assistant message or another result. Empty
-    system messages are left out. If `continued` is true, the last message must be a reply for the
-    model to continue.
+    system messages are left out. If `continued` is true, the last message must be a reply without
+    calls for the model to continue.
 
     Raises ApiError (400) if the messages are invalid or too many.
     """
@@ -67,6 +67,12 @@ def read_conversation(items: Any, continued: bool = False) -> Conversation:
         text = (
             "continue_final_message needs a reply to continue: the last message must have the role "
             "assistant"
+        )
+        raise invalid(text, last)
+    if continued and messages[-1].fields.get("tool_calls"):
+        text = (
+            "a reply with calls cannot be continued: send the results of the calls after it, or "
+            "leave the calls out"
         )
         raise invalid(text, last)
     if not continued and items[-1].get("tool_calls"):
@@ -134,11 +140,13 @@ def _results_after_calls(messages: Sequence[Message]) -> list[Message]:
     sort_keys = []
     for i, (_, message) in enumerate(joined):
         place = (i, 0)
-        if message.role == "tool":
-            place = place_of_result.get(message.fields.get("tool_call_id", ""), place)
+        call_id = message.fields.get("tool_call_id")
+        if call_id:
+            place = place_of_result.get(call_id, place)
         sort_keys.append((*place, i))
         for number, call in enumerate(message.fields.get("tool_calls", ()), start=1):
-            place_of_result[call.get("id", "")] = (i, number)
+            if call.get("id"):
+                place_of_result[call["id"]] = (i, number)
     ordered = [joined[i] for *_, i in sorted(sort_keys)]
     for previous, (i, message) in itertools.pairwise([(-1, user("")), *ordered]):
         if message.role == "tool" and previous[1].role not in ("assistant", "tool"):
@@ -147,10 +155,10 @@ def _results_after_calls(messages: Sequence[Message]) -> list[Message]:
     return [message for _, message in ordered]
 
 
-def _joined(first: Message, second: Message, between: tuple[Part, ...] = ()) -> Message:
+def _joined(first: Message, second: Message) -> Message:
     """Return two messages of one speaker as one, with the thoughts and the calls of both.
 
-    The parts in `between` separate their texts.
+    A blank line separates their words, if both have some.
     """
     fields = {**first.fields, **second.fields}
     thoughts = []
@@ -163,7 +171,10 @@ def _joined(first: Message, second: Message, between: tuple[Part, ...] = ()) -> 
         fields["reasoning_content"] = "\n\n".join(thoughts)
     if calls:
         fields["tool_calls"] = calls
-    return Message(first.role, merge_texts(*first.parts, *between, *second.parts), fields=fields)
+    both_speak = any(part.text for part in first.parts) and any(part.text for part in second.parts)
+    blank_line = (Part("text", "\n\n"),) if both_speak else ()
+    parts = merge_texts(*first.parts, *blank_line, *second.parts)
+    return Message(first.role, parts, fields=fields)
 
 
 def _message(item: Any, name: str) -> Message:
@@ -309,9 +320,7 @@ def alternating(conversation: Conversation) -> Conversation:
         if message.role == "system":
             instructions.append(message.text)
         elif turns and turns[-1].role == message.role != "tool":
-            has_both = turns[-1].parts and message.parts
-            blank_line = (Part("text", "\n\n"),) if has_both else ()
-            turns[-1] = _joined(turns[-1], message, blank_line)
+            turns[-1] = _joined(turns[-1], message)
         else:
             turns.append(message)
     text = "\n\n".join(instructions)

@@ -11,11 +11,11 @@ from nanochat.data.conversation import Part
 from nanochat.serve.formats.bare_calls import BareCalls
 from nanochat.serve.formats.json_calls import JsonCalls
 from nanochat.serve.formats.listed_calls import ListedCalls
+from nanochat.serve.formats.marked_calls import MarkedCalls
 from nanochat.serve.formats.pieces import (
     Arguments,
     Calculation,
     Call,
-    Parser,
     Piece,
     Thought,
     Words,
@@ -27,7 +27,7 @@ from nanochat.serve.routes.tools import NONE, Tools
 from nanochat.tokenizer import Tokenizer
 
 # By the form of calls. A model whose template has none is told to write calls as "json".
-PARSERS: Mapping[str | None, Callable[[Mapping[str, Any]], Parser]] = {
+PARSERS: Mapping[str | None, Callable[[Mapping[str, Any]], MarkedCalls]] = {
     None: JsonCalls,
     "json": JsonCalls,
     "xml": XmlCalls,
@@ -72,7 +72,7 @@ class Reply:
         self.parts: list[dict[str, Any]] = []  # texts and calculations
         self.thought_tokens = 0
         self._thoughts = Thoughts(form.marks, form.opened) if form.marks else None
-        self._calls: Parser | None = None
+        self._calls: MarkedCalls | None = None
         if form.tools.parameters:
             self._calls = PARSERS[form.calls](form.tools.parameters)
         self._has_one_call = form.tools.parallel is False
@@ -103,7 +103,7 @@ class Reply:
         """Add the parts that one token completes, and return the pieces that can be passed on.
 
         With `last`, the reply ends, and nothing is held back any more. Until then, a calculator
-        call waits for its result, and so does text that may belong to a mark or a call.
+        call waits for its result, and text that may belong to a mark or a call for more text.
         """
         was_thinking = self._thinking
         pieces: list[Piece] = []
@@ -113,6 +113,7 @@ class Reply:
                 continue
             self._end_calculation(None, pieces)
             if part.kind == "python":
+                self._add_held_words(pieces)
                 self._expression = part.text
             else:
                 self._add_text(part.text, pieces)
@@ -147,6 +148,12 @@ class Reply:
         if last and self._blank and not self.calls and not self.thought:
             self._holds_blank = False
             self._add_piece(Words(""), pieces)
+
+    def _add_held_words(self, pieces: list[Piece]) -> None:
+        """Add to `pieces` the words that were held back because they may begin the mark of a call."""
+        if self._calls:
+            for piece in self._calls.held_words():
+                self._add_piece(piece, pieces)
 
     def _add_piece(self, piece: Piece, pieces: list[Piece]) -> None:
         """Collect a piece, and add it to `pieces`."""

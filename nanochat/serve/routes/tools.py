@@ -176,6 +176,9 @@ def _allowed(
         form = 'mode "auto" or "required" and a list of tools'
         raise invalid(f"tool_choice of type allowed_tools must have {form}", "tool_choice")
     names = tuple(dict.fromkeys(_named(tool, parameters) for tool in allowed["tools"]))
+    if mode == "required" and not names:
+        text = 'tool_choice of mode "required" needs tools: allow one, or choose mode "auto"'
+        raise invalid(text, "tool_choice")
     return (names if mode == "required" else ()), names
 
 

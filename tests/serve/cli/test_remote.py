@@ -252,6 +252,19 @@ def test_an_event_of_an_odd_type_is_refused_in_one_message(event):
         said_by(listing(), answer(f"data: {event}\n\n".encode()))
 
 
+@pytest.mark.parametrize("result", [None, "", "1776"])
+def test_a_calculation_that_was_cut_off_has_no_result(result):
+    call = {"expression": "37*48", "result": result}
+    event = json.dumps({"choices": [{"delta": {"tool": call}, "finish_reason": "length"}]})
+    with scripted(listing(), answer(f"data: {event}\n\n".encode())) as (host, _):
+        notes = io.StringIO()
+        chat = Chat(Remote(f"http://{host}", ""), chat_cli.Sampling(), "en", io.StringIO(), notes)
+        chat_cli.reply(chat, "sum")
+    kept = chat.speaker._more(chat.messages[-1])
+    assert kept == {"parts": [{"type": "tool", **call}]}
+    assert ("[37*48 ...]" in notes.getvalue()) == (result is None)
+
+
 @pytest.mark.parametrize("tokens", [-45, "x", 1e999, [1], 10**12, True])
 def test_an_odd_length_of_the_reply_is_not_shown(tokens):
     event = json.dumps({"usage": {"completion_tokens": tokens}, "choices": [{"delta": {"content": "hi"}}]})

@@ -11,6 +11,8 @@ from tests.support.served import Served, serving
 PATH = "/v1/chat/completions"
 CAT = {"role": "user", "content": "the cat sat on the mat"}
 BEGUN = {"role": "assistant", "content": "the dog"}
+CALL = {"id": "1", "type": "function", "function": {"name": "a", "arguments": "{}"}}
+CALLED = {**BEGUN, "tool_calls": [CALL]}
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,11 @@ def test_replies_in_a_row_are_continued_as_one(served):
     assert found["choices"] == served.ok(PATH, messages=[CAT, one], **fields)["choices"]
 
 
+def test_a_reply_after_the_results_of_calls_is_continued(served):
+    messages = [CAT, CALLED, {"role": "tool", "tool_call_id": "1", "content": "yes"}, BEGUN]
+    served.ok(PATH, messages=messages, continue_final_message=True, max_tokens=4)
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -75,6 +82,8 @@ def test_replies_in_a_row_are_continued_as_one(served):
             "add_generation_prompt",
         ),
         ({"messages": [CAT, BEGUN], "continue_final_message": 1}, "must be true or false"),
+        ({"messages": [CAT, CALLED], "continue_final_message": True}, "a reply with calls cannot be continued"),
+        ({"messages": [CAT, CALLED, BEGUN], "continue_final_message": True}, "a reply with calls cannot be continued"),
     ],
 )
 def test_what_cannot_be_continued_is_refused(served, fields, reason):

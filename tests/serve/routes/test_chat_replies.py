@@ -46,6 +46,13 @@ def test_log_probabilities_are_the_engines_and_spell_the_content(served):
     assert served.ok(PATH, messages=CAT)["choices"][0]["logprobs"] is None
 
 
+@pytest.mark.parametrize("options", [None, {"include_usage": True}])
+def test_a_stream_of_several_replies_ends_with_one_usage(served, options):
+    streamed = chunks(served, messages=CAT, n=3, max_tokens=5, ignore_eos=True, stream_options=options)
+    (usage,) = [chunk["usage"] for chunk in streamed if chunk.get("usage")]
+    assert usage["completion_tokens"] == 15 and streamed[-1].get("usage") == usage
+
+
 def test_a_model_of_nan_answers_with_an_error() -> None:
     tokenizer = tiny_tokenizer()
     model = tiny_gpt(tokenizer.vocab_size)

@@ -9,7 +9,8 @@ from nanochat.generate.reply import Event, StoppedReply
 from nanochat.serve.formats.pieces import Calculation, Words
 from nanochat.serve.routes.answers import Choice
 from nanochat.serve.routes.messages import as_request, read_conversation
-from nanochat.serve.routes.reply import Reply
+from nanochat.serve.routes.reply import Form, Reply
+from nanochat.serve.routes.tools import read_tools
 from tests.support.fake_engine import ByteTokenizer
 
 HELLO = {"role": "user", "content": "hello"}
@@ -23,6 +24,27 @@ def test_words_and_calculations_become_pieces_in_order():
     assert pieces == [Words("It is "), Calculation("37*48", "1776"), Words("1776.")]
     assert reply.text == "It is 1776."
     assert reply.add([], last=True) == []
+
+
+CLOCK = read_tools({"tools": [{"type": "function", "function": {"name": "clock"}}]})
+BEGUN = '<tool_call>{"name": "clock", "arguments": {"day": '
+
+
+@pytest.mark.parametrize("calls", [None, "xml", "list", "args", "bare"])
+@pytest.mark.parametrize("before", ["2 <", "2 [TOOL", "2 "])
+def test_a_calculation_comes_after_the_words_before_it_where_there_are_tools(before: str, calls: str | None) -> None:
+    reply = Reply(Form(CLOCK, calls))
+    pieces = [piece for part in (Part("text", before), CALL, RESULT, Part("text", " 3")) for piece in reply.add([part])]
+    words = "".join(piece.text for piece in pieces[:-2] if isinstance(piece, Words))
+    assert (words, pieces[-2:]) == (before, [Calculation("37*48", "1776"), Words(" 3")])
+    assert [part["type"] for part in reply.parts] == ["text", "tool", "text"]
+
+
+def test_a_call_whose_arguments_are_calculated_stays_whole() -> None:
+    reply = Reply(Form(CLOCK))
+    for part in (Part("text", BEGUN), CALL, RESULT, Part("text", "1776}}</tool_call>")):
+        reply.add([part])
+    assert [call["function"]["arguments"] for call in reply.calls] == ['{"day": 1776}']
 
 
 def test_words_that_come_together_are_one_piece():

@@ -77,6 +77,15 @@ def test_prompt_alone_can_be_scored(served):
         assert [value["rank"] for value in entry.values() if value["rank"]].count(1) == 1
 
 
+@pytest.mark.parametrize(("logprobs", "prompt_logprobs"), [(5, 1), (5, 0), (1, 3)])
+def test_echo_and_prompt_logprobs_each_list_as_many_tokens_as_asked(served, logprobs, prompt_logprobs):
+    fields = {"prompt": "the cat sat", "echo": True, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    choice = served.ok(PATH, **fields, max_tokens=1)["choices"][0]
+    ranks = [{entry["rank"] for entry in tokens.values()} - {None} for tokens in choice["prompt_logprobs"][1:]]
+    assert ranks == [{*range(1, prompt_logprobs + 1)}] * len(ranks)
+    assert {len(top) - logprobs for top in choice["logprobs"]["top_logprobs"][1:]} <= {0, 1}
+
+
 def test_several_replies_differ_and_the_same_seed_gives_them_again(served):
     fields = {"prompt": ["the cat", "12"], "n": 3, "seed": 5, "temperature": 1.0, "max_tokens": 12}
     bodies = [served.ok(PATH, **fields) for _ in range(2)]
@@ -105,6 +114,15 @@ def test_stream_is_the_same_text_in_pieces(served):
         assert [piece["finish_reason"] for piece in mine if piece["finish_reason"]] == [choice["finish_reason"]]
         logprobs = [value for piece in mine if piece["logprobs"] for value in piece["logprobs"]["token_logprobs"]]
         assert logprobs[1:] == pytest.approx(choice["logprobs"]["token_logprobs"][1:], abs=1e-5)
+
+
+@pytest.mark.parametrize("options", [None, {"include_usage": True}])
+def test_a_stream_of_several_replies_ends_with_one_usage(served, options):
+    fields = {"prompt": ["the cat", "12"], "n": 2, "max_tokens": 5, "ignore_eos": True, "stream_options": options}
+    lines = [line for line in served.post(PATH, **fields, stream=True).text.split("\n\n") if line][:-1]
+    streamed = [json.loads(line.removeprefix("data: ")) for line in lines]
+    (usage,) = [chunk["usage"] for chunk in streamed if chunk.get("usage")]
+    assert usage["completion_tokens"] == 20 and streamed[-1].get("usage") == usage
 
 
 def test_stop_strings_end_the_text_and_its_scores(served):

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
 from nanochat.generate.sampling import Sampling
@@ -13,6 +14,7 @@ from nanochat.serve.routes.constraints import constrained
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.routes.reply import Form
 from nanochat.serve.routes.tools import Tools, read_tools
+from tests.support.fake_engine import CHAT, ByteTokenizer, FakeEngine, ask, running
 from tests.support.tiny_model import tiny_tokenizer
 
 THINK = Marks("<think>", "</think>")
@@ -237,3 +239,19 @@ def test_an_argument_whose_name_cannot_be_written_is_refused() -> None:
     with pytest.raises(ApiError) as caught:
         grammar(Form(wrong, "xml"))
     assert caught.value.param == "tools"
+
+
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+CONSTRAINTS = [
+    {"tools": [CLOCK], "tool_choice": "required"}, {"max_reasoning_tokens": 5}, {"response_format": {"type": "json_object"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS, ids=lambda fields: [*fields][-1])
+def test_a_reply_that_must_not_end_with_its_value_is_refused(constraint: dict[str, Any]) -> None:
+    engine = FakeEngine(tokenizer=ByteTokenizer(thought_marks=THINK, call_format="json"))
+    with running(engine) as url:
+        for longer in ({"ignore_eos": True}, {"min_tokens": 3}):
+            answer = httpx.post(url + CHAT, json=ask("hello", **constraint, **longer))
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value"), answer.text
+            assert "ignore_eos and min_tokens" in answer.json()["error"]["message"]

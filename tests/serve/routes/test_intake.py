@@ -317,3 +317,15 @@ def test_the_times_of_addresses_that_have_left_are_forgotten() -> None:
         queue.next()
         queue.count(str(number), 1.0)
     assert len(queue._used) <= MOST_ADDRESSES + 1
+
+
+def test_the_time_of_an_address_is_remembered_while_some_hundred_others_are_served() -> None:
+    queue = FairQueue(10)
+    for owner in ("slow", *map(str, range(MOST_ADDRESSES - 1))):
+        queue.add(turn_of(owner))
+        queue.next()
+        queue.count(owner, 9.0 if owner == "slow" else 0.1)
+    queue.add(turn_of("slow"))
+    queue.add(turn_of("0"))
+    following = queue.next()
+    assert following is not None and following.owner == "0"

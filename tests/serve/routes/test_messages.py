@@ -167,7 +167,7 @@ def test_a_chat_in_which_nobody_says_anything_is_refused(role: str) -> None:
 QUESTION = {"role": "user", "content": "Rain?"}
 
 
-def called(*ids: str) -> dict[str, Any]:
+def called(*ids: str | None) -> dict[str, Any]:
     calls = [{"id": i, "type": "function", "function": {"name": "a", "arguments": "{}"}} for i in ids]
     return {"role": "assistant", "content": None, "tool_calls": calls}
 
@@ -187,6 +187,8 @@ def result(text: str, number: str | None = None) -> dict[str, Any]:
         ([called("1"), QUESTION, result("one", "1")], "one calls, one, Rain?"),
         ([called("1"), result("one", "1"), called("1"), result("two", "1")], "one calls, one, one calls, two"),
         ([called("1", "2"), result("two", "2"), QUESTION], "two calls, two, Rain?"),
+        ([called(None), result("one"), called("1"), result("two")], "one calls, one, one calls, two"),
+        ([called(""), result("one", ""), called("1"), result("two", "")], "one calls, one, one calls, two"),
     ],
 )
 def test_results_follow_their_calls_whatever_order_a_client_sends(sent: list[dict[str, Any]], texts: str) -> None:
@@ -302,6 +304,21 @@ def test_messages_in_a_row_become_one_with_the_thoughts_and_calls_of_both(tmp_pa
     plain = alternating(read_conversation([QUESTION, *said, QUESTION]))
     assert plain.messages[1].fields == {"reasoning_content": "one\n\ntwo"}
     assert plain.messages[1].text == "a\n\na"
+
+
+@pytest.mark.parametrize(
+    ("texts", "joined"),
+    [(("Let me see.", "Soon."), "Let me see.\n\nSoon."), (("a", ""), "a"), (("", "a"), "a"), (("", ""), "")],
+)
+def test_a_blank_line_separates_the_words_of_messages_in_a_row(texts: tuple[str, str], joined: str) -> None:
+    first, second = ({"role": "assistant", "content": text} for text in texts)
+    after = [result("x", "1"), QUESTION]
+    for sent in (
+        [{**called("1"), **first}, second, *after],
+        [first, {**called("1"), **second}, *after],
+        [first, second, QUESTION],
+    ):
+        assert alternating(read_conversation([QUESTION, *sent])).messages[1].text == joined
 
 
 def test_the_marks_that_close_a_continued_thought_count(tmp_path: Path) -> None:

@@ -78,6 +78,14 @@ def test_allowed_tools_are_the_only_ones(nested, mode, forced):
             tools({"type": "allowed_tools", "allowed_tools": wrong})
 
 
+def test_a_call_of_no_tool_cannot_be_required() -> None:
+    allowed = {"type": "allowed_tools", "tools": []}
+    assert tools({**allowed, "mode": "auto"}).parameters == {}
+    with pytest.raises(ApiError, match="needs tools") as caught:
+        tools({**allowed, "mode": "required"})
+    assert caught.value.param == "tool_choice"
+
+
 class Colour(Enum):
     RED = "red"
     BLUE = "blue"

@@ -252,10 +252,11 @@ def _renamed(
     earlier: int,
     positions: Sequence[int],
 ) -> str:
-    """Return an error text of the chat route with the field names of this route.
+    """Return an error text of the chat route with the field name of this route.
 
-    The first `earlier` messages belong to the response that the request continues. `positions` are
-    those of the other messages in the input.
+    Only the beginning of a text is a field name, since the rest may quote the client. The first
+    `earlier` messages belong to the response that the request continues. `positions` are those of
+    the other messages in the input.
     """
 
     def field(match: re.Match[str]) -> str:
@@ -264,8 +265,8 @@ def _renamed(
             return "previous_response_id"
         return f"input[{positions[index]}]{match[2] or ''}"
 
-    text = re.sub(r"messages\[(\d+)\](\.\w+)?", field, text)
-    return text.replace("messages", "input")
+    text = re.sub(r"^messages\[(\d+)\](\.\w+)?", field, text)
+    return re.sub(r"^messages\b", "input", text)
 
 
 def _message(

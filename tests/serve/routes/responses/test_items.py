@@ -1,5 +1,7 @@
 """The items of an input become the messages of a chat: texts, calls of a client's tools, and their results."""
 
+import re
+
 import pytest
 
 from nanochat.data.conversation import Conversation, Part, assistant, system, user
@@ -93,6 +95,14 @@ def test_places_count_from_the_first_item_of_the_request() -> None:
     with pytest.raises(ApiError, match="previous_response_id is empty") as caught:
         read_input("More?", [{**QUESTION, "content": ""}])
     assert caught.value.param == "previous_response_id"
+
+
+@pytest.mark.parametrize("words", ["messages[99]", "messages[0]", "messages"])
+def test_the_words_of_a_client_stay_as_they_are_in_a_refusal(words: str) -> None:
+    for wrong, param in (({"role": words}, "input[0].role"), ({"content": [{"type": words}]}, "input[0].content[0]")):
+        with pytest.raises(ApiError, match=re.escape(repr(words))) as caught:
+            read_input([{**QUESTION, **wrong}], [])
+        assert caught.value.param == param and str(caught.value).startswith(param)
 
 
 @pytest.mark.parametrize("silence", [{"content": ""}, {"parts": []}])
