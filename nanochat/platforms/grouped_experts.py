@@ -19,9 +19,12 @@ from nanochat.platforms.operations import Operations
 
 # --- matrix products ------------------------------------------------------------------------------
 
-# For every new shape of a product in bf16, oneDNN compiles code for three milliseconds. On a CPU, the
-# rows of an expert are therefore multiplied as a multiple of GRAIN rows, and the rest.
-GRAIN = 32
+# For every new shape of a product in bf16, oneDNN compiles code for three milliseconds, and keeps it
+# in memory between the tensors, so that these find no place there any more. On a CPU, the rows of an
+# expert are therefore multiplied in products of few sizes: a multiple of COARSE rows, and the rest
+# among as many rows beside them as make a multiple of FINE.
+COARSE = 256
+FINE = 64
 
 # The two products are operators that are opaque to torch's compiler, because the shapes of their
 # parts depend on the values of `counts`.
@@ -37,20 +40,17 @@ def _product(
 ) -> Tensor:  # (M, outputs)
     """Multiply the rows of each expert by its matrix, and add the product of `low` and `factors`."""
     y = x.new_empty(x.size(0), weights.size(1))
-    grain = _grain(x)
-    for expert, expert_rows in _experts_with_rows(counts):
-        whole, rest = _parted(expert_rows, grain)
-        if whole.start < whole.stop and rest.start < rest.stop:
-            rest = slice(rest.stop - grain, rest.stop)  # computes some rows again: no new shape
-        for rows in (whole, rest):
-            if rows.start == rows.stop:
-                continue
-            if low is None or factors is None:
-                torch.mm(x[rows], weights[expert].mT, out=y[rows])
-                continue
+    for expert, own, rows in _parts(counts, x):
+        alone = own == rows
+        part = y[rows] if alone else x.new_empty(rows.stop - rows.start, y.size(1))
+        if low is None or factors is None:
+            torch.mm(x[rows], weights[expert].mT, out=part)
+        else:
             # The larger product comes last, so that the sum is rounded once; see plus_product().
-            torch.mm(low[rows], factors[expert].mT, out=y[rows])
-            y[rows].addmm_(x[rows], weights[expert].mT)
+            torch.mm(low[rows], factors[expert].mT, out=part)
+            part.addmm_(x[rows], weights[expert].mT)
+        if not alone:
+            y[own] = part[own.start - rows.start : own.stop - rows.start]
     return y
 
 
@@ -73,12 +73,12 @@ def _gradient(
 ) -> Tensor:  # (E, outputs, inputs)
     """Return the gradients of the experts' matrices; those of experts without rows are zero."""
     gradient = x.new_zeros(counts.size(0), y_grad.size(1), x.size(1))
-    for expert, expert_rows in _experts_with_rows(counts):
-        whole, rest = _parted(expert_rows, _grain(x))
-        if whole.start < whole.stop:
-            torch.mm(y_grad[whole].mT, x[whole], out=gradient[expert])
-        if rest.start < rest.stop:
-            gradient[expert].addmm_(y_grad[rest].mT, x[rest])
+    for expert, own, rows in _parts(counts, x):
+        part = y_grad[rows]
+        if own != rows:
+            part = torch.zeros_like(part)  # the rows of other experts add nothing
+            part[own.start - rows.start : own.stop - rows.start] = y_grad[own]
+        gradient[expert].addmm_(part.mT, x[rows])
     return gradient
 
 
@@ -87,25 +87,37 @@ def _(y_grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     return x.new_empty(counts.size(0), y_grad.size(1), x.size(1))
 
 
-def _experts_with_rows(counts: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield the number and the rows of each expert that has rows."""
+def _parts(
+    counts: Tensor,  # (E,) on the host
+    x: Tensor,  # (M, channels)
+) -> Iterator[tuple[int, slice, slice]]:
+    """Yield experts with some rows of theirs, and the rows that are multiplied for these.
+
+    The latter are the same rows, or more: some of other experts are among them.
+    """
+    few_sizes = _few_sizes(x)
     start = 0
     for expert, count in enumerate(counts.tolist()):
         end = start + count
-        if count:
-            yield expert, slice(start, end)
+        if few_sizes:
+            coarse = count // COARSE * COARSE
+            if coarse:
+                rows = slice(start, start + coarse)
+                yield expert, rows, rows
+                start += coarse
+            if start < end:
+                size = -(-(end - start) // FINE) * FINE
+                first = min(start, x.size(0) - size)
+                yield expert, slice(start, end), slice(first, first + size)
+        elif count:
+            rows = slice(start, end)
+            yield expert, rows, rows
         start = end
 
 
-def _grain(x: Tensor) -> int:
-    """Return the number of rows that products should be a multiple of, for x's device and dtype."""
-    return GRAIN if x.device.type == "cpu" and x.dtype == torch.bfloat16 else 1
-
-
-def _parted(rows: slice, grain: int) -> tuple[slice, slice]:
-    """Return the largest part of some rows that is a multiple of the grain, and the rest."""
-    middle = rows.stop - (rows.stop - rows.start) % grain
-    return slice(rows.start, middle), slice(middle, rows.stop)
+def _few_sizes(x: Tensor) -> bool:
+    """Return whether products of few sizes are faster: in bf16 on a CPU, with many rows."""
+    return x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.size(0) >= 4 * COARSE
 
 
 class _AdaptedProduct(torch.autograd.Function):

@@ -304,7 +304,9 @@ def _compile(
         else:
             fast = torch.compile(model, dynamic=False)
         with compute.platform.saving_memory(shape[0] * shape[1]):
-            one_pass(fast).backward()
+            loss = one_pass(fast)
+            compute.platform.finish_compiling()  # before the gradients, at which memory peaks
+            loss.backward()
     # A compiler is foreign code that may raise anything, and uncompiled passes always work.
     except Exception as failure:
         if compute.pulse.stop_reason:  # the signal ended the compiler's processes or another rank

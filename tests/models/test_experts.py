@@ -34,14 +34,16 @@ def pass_of(model: Qwen, rows: int = 2) -> tuple[Tensor, dict[str, Tensor]]:
     return logits, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("grain", [1, 8])  # products of any number of rows, and of eights as in bf16 on a CPU
+@pytest.mark.parametrize("few_sizes", [False, True])  # of products, as in bf16 on a CPU
 @pytest.mark.parametrize("rows", [2, 1])  # with one row, some experts have no token
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_grouped_form_equals_the_loop(
-    family: str, adapter: bool, rows: int, grain: int, monkeypatch: pytest.MonkeyPatch
+    family: str, adapter: bool, rows: int, few_sizes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped_experts, "_grain", lambda x: grain)
+    monkeypatch.setattr(grouped_experts, "_few_sizes", lambda x: few_sizes)
+    monkeypatch.setattr(grouped_experts, "COARSE", 16)
+    monkeypatch.setattr(grouped_experts, "FINE", 8)
     results = []
     for operations in (None, Operations()):
         model = tiny_qwen(family, operations=operations)
@@ -58,6 +60,22 @@ def test_the_grouped_form_equals_the_loop(
     for name, gradient in gradients.items():
         scale = gradient.abs().max().clamp_min(1e-9)
         torch.testing.assert_close(grouped_gradients[name] / scale, gradient / scale, atol=2e-5, rtol=1e-4, msg=name)
+
+
+def test_products_in_bf16_have_few_sizes_and_take_each_row_once() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.empty(2000, 3, dtype=torch.bfloat16)
+    sizes = set()
+    for experts in (3, 16, 200):
+        chosen = torch.randint(experts - 1, (2000,), generator=generator)  # the last expert has no rows
+        own_rows: list[int] = []
+        for _, own, rows in grouped_experts._parts(chosen.bincount(minlength=experts), x):
+            assert rows.start >= 0 and rows.stop <= 2000
+            assert rows.start <= own.start < own.stop <= rows.stop
+            own_rows += range(own.start, own.stop)
+            sizes.add(rows.stop - rows.start)
+        assert own_rows == list(range(2000))
+    assert sizes <= {64, 128, 192, 256, 512, 768}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
