@@ -55,6 +55,7 @@ DRAWN = {
     "-\ta\n\t- b\n\t\tc": "<ul><li>a<ul><li>b<br>c</></></></>",
     "````\n```\n````": "<pre><code>```</></>",
     "~~~\nnever closed": "<pre><code>never closed</></>",
+    "```ls -la```\nlists": "<p><code>ls -la</><br>lists</>",
     "a\n\n---\n\n***": "<p>a</><hr><hr>",
     "| a | b |\n| --- | ---: |\n| 1 | `x` |\n| 2 |\nend": (
         "<table><tr><th>a</><th right>b</></><tr><td>1</><td right><code>x</></></><tr><td>2</><td right></></></>"
