@@ -36,6 +36,7 @@ DRAWN = {
     "#hash and C# 1": "<p>#hash and C# 1</>",
     "**b** *i* ***bi*** ~~d~~ `c`": "<p><strong>b</> <em>i</> <strong><em>bi</></> <del>d</> <code>c</></>",
     "__b__ _i_ snake_case_name": "<p><strong>b</> <em>i</> snake_case_name</>",
+    "$x_{1} + y_{2}$ _(a)_b": "<p>$x_{1} + y_{2}$ _(a)_b</>",
     "企鹅**很会**游泳": "<p>企鹅<strong>很会</>游泳</>",
     "37 * 48 = 2*3*4 and (2)*(3)*(4)": "<p>37 * 48 = 2*3*4 and (2)*(3)*(4)</>",
     "**a *b** c": "<p>**a <em>b</>* c</>",

@@ -53,8 +53,7 @@ export function readInline(text, open = false, links = true) {
     const spaceAfter = after === "" || /\s/.test(after);
     const spaceBefore = before === "" || /\s/.test(before);
     let left = run.length;
-    const within = first === "_" ? LETTER.test(before) && LETTER.test(after) : BEFORE.test(before) && AFTER.test(after);
-    const mayClose = !spaceBefore && !(within && first === "_");
+    const mayClose = !spaceBefore && !(first === "_" && LETTER.test(after));
     while (left && mayClose) {
       const mark = frames.findLast(({ mark }) => mark[0] === first)?.mark;
       if (!mark || !begun.get(mark) || mark.length > left || !frames.at(-1).nodes.length) break;
@@ -62,6 +61,7 @@ export function readInline(text, open = false, links = true) {
       left -= mark.length;
     }
     const mayOpen = (!spaceAfter || (open && after === "")) && !within;
+    const within = first === "_" ? LETTER.test(before) : BEFORE.test(before) && AFTER.test(after); // x_{1} keeps its mark
     while (left) {
       const mark = first.repeat(first === "~" ? 2 : Math.min(2, left));
       if (!mayOpen || mark.length > left || frames.length > DEEPEST) break;
