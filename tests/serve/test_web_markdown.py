@@ -55,8 +55,8 @@ DRAWN = {
     "```make\nall:\n\tcc a.c\n\t\t# b\tc\n```": "[make]<pre><code>all:\n\tcc a.c\n\t\t# b\tc</></>",
     "-\ta\n\t- b\n\t\tc": "<ul><li>a<ul><li>b<br>c</></></></>",
     "````\n```\n````": "<pre><code>```</></>",
-    "~~~\nnever closed": "<pre><code>never closed</></>",
     "```ls -la```\nlists": "<p><code>ls -la</><br>lists</>",
+    "~~~\nnever closed": "<pre><code>never closed</></>",
     "a\n\n---\n\n***": "<p>a</><hr><hr>",
     "| a | b |\n| --- | ---: |\n| 1 | `x` |\n| 2 |\nend": (
         "<table><tr><th>a</><th right>b</></><tr><td>1</><td right><code>x</></></><tr><td>2</><td right></></></>"
@@ -68,6 +68,12 @@ DRAWN = {
     ),
     "see https://a.example/b_c_d. And": "<p>see <a https://a.example/b_c_d>https://a.example/b_c_d</>. And</>",
     "见https://a.example/页。好": "<p>见<a https://a.example/%E9%A1%B5>https://a.example/页</>。好</>",
+    "见https://a.example:80查看/页（或http://b.example/x（首页）)": (
+        "<p>见<a https://a.example:80/>https://a.example:80</>查看/页（或<a http://b.example/x>http://b.example/x</>（首页）)</>"
+    ),
+    "https://www.中国.cn": (
+        "<p><a https://www.xn--fiqs8s.cn/>https://www.中国.cn</><span address> (www.xn--fiqs8s.cn)</></>"
+    ),
     "![a *cat*](http://a.example/c.png)": (
         "<p><a http://a.example/c.png>a <em>cat</></><span address> (a.example)</></>"
     ),
