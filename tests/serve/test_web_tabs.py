@@ -123,7 +123,7 @@ def test_a_browser_without_room_says_so_and_keeps_the_chat_until_the_page_is_lef
     page.get_by_role("button", name="Undo").press("Enter")
     expect(page.locator("#history-told")).to_contain_text("“one” is not back: the browser has no room for it.")
     ask(page, "two")
-    expect(page.locator("#not-kept")).to_contain_text("The browser has no room to save this chat")
+    expect(page.locator("#not-kept")).to_contain_text("The browser cannot save this chat")
     page.locator("#new-chat").click()
     expect(chats(page)).to_have_text(["two"])
     chats(page).click()
