@@ -138,6 +138,18 @@ def test_a_browser_without_room_says_so_and_keeps_the_chat_until_the_page_is_lef
     assert stored(page) == [["two", "three"], ["one"]]
 
 
+def test_a_tab_that_has_no_room_for_its_chat_does_not_go_back_to_an_earlier_state_of_it(page):
+    ask(page, "one")
+    page.evaluate("""() => {
+        Storage.prototype.setItem = () => { throw new DOMException("full", "QuotaExceededError") };
+    }""")
+    ask(page, "two", "three")
+    assert stored(page) == [["one", "two", "three"]]
+    page.reload()
+    expect(page.locator("#welcome")).to_be_visible()
+    assert stored(page) == [["one", "two", "three"]]
+
+
 def test_a_database_that_the_browser_has_closed_is_opened_again(page):
     remember = """const open = IDBFactory.prototype.open;
         IDBFactory.prototype.open = function (...names) {
