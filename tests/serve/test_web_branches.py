@@ -169,6 +169,21 @@ def test_an_answer_cut_by_its_length_is_continued(browser):
         expect(page.get_by_role("button", name="Continue")).to_have_count(0)
 
 
+def test_an_answer_that_fills_the_context_cannot_go_on_and_can_be_given_again(browser):
+    engine = FakeEngine({"long": ["0123456789" * 9]}, length=32)
+    with running(engine) as url, visit(browser, url, ["400"]) as page:
+        ask(page, "long")
+        for _ in range(2):
+            page.get_by_role("button", name="Continue").click()
+            finished(page)
+        expect(page.get_by_role("alert")).to_contain_text("fills the model's context of 32 tokens")
+        expect(page.locator("#prompt")).to_have_value("")
+        engine.replies = {"long": ["short"]}
+        page.get_by_role("button", name="Try again").click()
+        expect(answers(page)).to_have_text("short")
+        expect(page.locator(".turn.model .branches")).to_have_text("2 / 2")
+
+
 # --- settings ------------------------------------------------------------------------------------
 
 

@@ -305,5 +305,6 @@ def test_without_storage_the_page_still_chats(page):
     page.reload()
     ask_in_new_chats(page, "hello")
     expect(answers(page)).to_have_text("你好，世界！🌍")
+    expect(page.get_by_text("lasts only until you leave the page")).to_be_visible()
     show(page)
     expect(chats(page)).to_have_text(["hello"])

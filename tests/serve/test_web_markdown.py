@@ -14,7 +14,7 @@ pytestmark = pytest.mark.browser
 
 OUTLINE = """
 const { readMarkdown } = await import("./assets/reply/markdown.js");
-const { draw, update } = await import("./assets/reply/draw.js");
+const { draw } = await import("./assets/reply/draw.js");
 const outline = (node) => {
     if (node.nodeType === Node.TEXT_NODE) return node.data;
     if (node.nodeName === "WBR") return "";
@@ -36,6 +36,7 @@ DRAWN = {
     "#hash and C# 1": "<p>#hash and C# 1</>",
     "**b** *i* ***bi*** ~~d~~ `c`": "<p><strong>b</> <em>i</> <strong><em>bi</></> <del>d</> <code>c</></>",
     "__b__ _i_ snake_case_name": "<p><strong>b</> <em>i</> snake_case_name</>",
+    "$x_{1} + y_{2}$ _(a)_b": "<p>$x_{1} + y_{2}$ _(a)_b</>",
     "企鹅**很会**游泳": "<p>企鹅<strong>很会</>游泳</>",
     "37 * 48 = 2*3*4 and (2)*(3)*(4)": "<p>37 * 48 = 2*3*4 and (2)*(3)*(4)</>",
     "**a *b** c": "<p>**a <em>b</>* c</>",
@@ -54,6 +55,7 @@ DRAWN = {
     "```make\nall:\n\tcc a.c\n\t\t# b\tc\n```": "[make]<pre><code>all:\n\tcc a.c\n\t\t# b\tc</></>",
     "-\ta\n\t- b\n\t\tc": "<ul><li>a<ul><li>b<br>c</></></></>",
     "````\n```\n````": "<pre><code>```</></>",
+    "```ls -la```\nlists": "<p><code>ls -la</><br>lists</>",
     "~~~\nnever closed": "<pre><code>never closed</></>",
     "a\n\n---\n\n***": "<p>a</><hr><hr>",
     "| a | b |\n| --- | ---: |\n| 1 | `x` |\n| 2 |\nend": (
@@ -66,6 +68,12 @@ DRAWN = {
     ),
     "see https://a.example/b_c_d. And": "<p>see <a https://a.example/b_c_d>https://a.example/b_c_d</>. And</>",
     "见https://a.example/页。好": "<p>见<a https://a.example/%E9%A1%B5>https://a.example/页</>。好</>",
+    "见https://a.example:80查看/页（或http://b.example/x（首页）)": (
+        "<p>见<a https://a.example:80/>https://a.example:80</>查看/页（或<a http://b.example/x>http://b.example/x</>（首页）)</>"
+    ),
+    "https://www.中国.cn": (
+        "<p><a https://www.xn--fiqs8s.cn/>https://www.中国.cn</><span address> (www.xn--fiqs8s.cn)</></>"
+    ),
     "![a *cat*](http://a.example/c.png)": (
         "<p><a http://a.example/c.png>a <em>cat</></><span address> (a.example)</></>"
     ),
@@ -125,7 +133,7 @@ def test_half_streamed_markdown_looks_like_what_it_becomes(page):
 
 HOSTILE = """async ([pieces, rounds]) => {
     const { readMarkdown } = await import("./assets/reply/markdown.js");
-    const { draw, update } = await import("./assets/reply/draw.js");
+    const { draw, redraw } = await import("./assets/reply/draw.js");
     let state = 42;
     const random = (most) => (state = (state * 1103515245 + 12345) % 2 ** 31) % most;
     const tags = new Set(("P H1 H2 H3 H4 H5 H6 UL OL LI BLOCKQUOTE PRE CODE TABLE THEAD TBODY TR TH TD HR BR WBR " +
@@ -139,8 +147,8 @@ HOSTILE = """async ([pieces, rounds]) => {
         const text = Array.from({ length: 1 + random(30) }, () => pieces[random(pieces.length)]).join("");
         const box = document.createElement("div");
         const cuts = [random(text.length + 1), random(text.length + 1)].sort((a, b) => a - b);
-        for (const cut of cuts) update(box, draw(readMarkdown(text.slice(0, cut), true), []));
-        update(box, draw(readMarkdown(text), []));
+        for (const cut of cuts) redraw(box, readMarkdown(text.slice(0, cut), true), []);
+        redraw(box, readMarkdown(text), []);
         const fresh = document.createElement("div");
         fresh.append(...draw(readMarkdown(text), []));
         if (box.innerHTML !== fresh.innerHTML) wrong.push(["differs from a fresh drawing", text, cuts]);
@@ -188,6 +196,25 @@ def test_a_long_pathological_text_is_drawn(page, text):
     }"""
     page.set_default_timeout(30_000)
     assert page.evaluate(count, text) >= 0
+
+
+def test_a_long_answer_is_not_drawn_from_its_beginning_for_each_token(page):
+    letters = """async (paragraphs) => {
+        const { ModelTurn } = await import("./assets/reply/turn.js");
+        const turn = new ModelTurn();
+        const segment = Intl.Segmenter.prototype.segment; // finds the words of Chinese texts that are drawn
+        let letters = 0;
+        Intl.Segmenter.prototype.segment = function (text) {
+            letters += text.length;
+            return segment.call(this, text);
+        };
+        for (let number = 0; number < paragraphs; number++) turn.addText("企鹅不会飞。\\n\\n");
+        Intl.Segmenter.prototype.segment = segment;
+        turn.end(null);
+        return [letters, turn.body.querySelectorAll("p").length];
+    }"""
+    drawn_letters, paragraphs = page.evaluate(letters, 300)
+    assert paragraphs == 300 and 6 * 300 <= drawn_letters < 6 * 300 * 5
 
 
 def test_a_streamed_answer_keeps_what_the_reader_holds(browser):

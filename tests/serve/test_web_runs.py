@@ -93,6 +93,20 @@ def test_only_new_lines_travel(browser, base_folder):
     run.close()
 
 
+def test_what_is_measured_before_training_is_seen_by_time_too(browser, base_folder):
+    run = Jsonl(base_folder / "tuned_checkpoints" / "pip", 0)
+    run.log({"step": 0, "general_perplexity": 348.0})
+    for step in (1, 2):
+        run.log({"step": step, "loss": 3.0, "general_perplexity": 330.0 + step, "total_seconds": 30.0 * step})
+    run.close()
+    with watching(browser, base_folder) as page:
+        page.get_by_text("More figures").click()
+        page.get_by_role("radio", name="by time").check()
+        page.get_by_role("slider", name=re.compile("Perplexity of general text")).press("Home")
+        readout = chart(page, "Perplexity of general text").locator(".readout")
+        expect(readout).to_have_text("0 s348")
+
+
 # --- several runs --------------------------------------------------------------------------------
 
 

@@ -123,7 +123,7 @@ def test_a_browser_without_room_says_so_and_keeps_the_chat_until_the_page_is_lef
     page.get_by_role("button", name="Undo").press("Enter")
     expect(page.locator("#history-told")).to_contain_text("“one” is not back: the browser has no room for it.")
     ask(page, "two")
-    expect(page.locator("#not-kept")).to_contain_text("The browser has no room to save this chat")
+    expect(page.locator("#not-kept")).to_contain_text("The browser cannot save this chat")
     page.locator("#new-chat").click()
     expect(chats(page)).to_have_text(["two"])
     chats(page).click()
@@ -136,6 +136,18 @@ def test_a_browser_without_room_says_so_and_keeps_the_chat_until_the_page_is_lef
     page.reload()
     expect(chats(page)).to_have_text(["two", "one"])
     assert stored(page) == [["two", "three"], ["one"]]
+
+
+def test_a_tab_that_has_no_room_for_its_chat_does_not_go_back_to_an_earlier_state_of_it(page):
+    ask(page, "one")
+    page.evaluate("""() => {
+        Storage.prototype.setItem = () => { throw new DOMException("full", "QuotaExceededError") };
+    }""")
+    ask(page, "two", "three")
+    assert stored(page) == [["one", "two", "three"]]
+    page.reload()
+    expect(page.locator("#welcome")).to_be_visible()
+    assert stored(page) == [["one", "two", "three"]]
 
 
 def test_a_database_that_the_browser_has_closed_is_opened_again(page):

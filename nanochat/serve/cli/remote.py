@@ -25,7 +25,7 @@ READ_SECONDS = 600  # a busy server may take minutes to its first token
 # What the user may set; our server publishes its defaults.
 SETTINGS = ("temperature", "min_p", "top_k", "max_tokens")
 NOT_OPENAI = ("min_p", "top_k")  # settings that OpenAI's own server refuses
-DONE = b"data: [DONE]"  # the last line of a streamed reply
+DONES = (b"data: [DONE]", b"data:[DONE]")  # the last line of a streamed reply
 LOOK_SECONDS = 0.1  # how often a reply under way checks whether it was stopped
 JSON_BYTES = 4 << 20  # the longest answer that is not streamed
 JSON_SECONDS = 60.0  # for the whole of it to arrive
@@ -139,7 +139,7 @@ class Remote:
                             line=line,
                         )
                     ) from line
-                if line is None or line == DONE:
+                if line is None or line in DONES:
                     self.finish = self.finish or "stop"  # some servers give no reason
                     return
                 if line.startswith(b"data:"):
@@ -315,8 +315,8 @@ def _queue_lines(
                 line += byte
             if len(line) > LINE_BYTES or size > REPLY_BYTES:
                 raise ValueError(f"more than {LINE_BYTES:,} bytes a line or {REPLY_BYTES:,} in all")
-        if line == DONE:  # any other line without an end was cut off
-            lines.put(DONE)
+        if line in DONES:  # any other line without an end was cut off
+            lines.put(bytes(line))
         lines.put(None)
     except Exception as failure:  # the edge of a thread: closing the response also raises here
         lines.put(failure)

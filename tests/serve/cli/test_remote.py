@@ -280,6 +280,8 @@ WORDS = b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n'
     [
         (b"data: [DONE]\n\n", "stop"),
         (b"data: [DONE]", "stop"),
+        (b"data:[DONE]\n\n", "stop"),
+        (b"data:[DONE]", "stop"),
         (b'data: {"choices": [{"delta": {}, "finish_reason": "length"}]}\n\n', "length"),
     ],
 )

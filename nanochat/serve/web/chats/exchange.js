@@ -119,10 +119,11 @@ async function stream(exchange, pieces, page) {
 function fail(failure, { turn, asked, answer: answered, by }, page) {
   if (!(failure instanceof ChatError)) console.error(failure);
   const { code = "broken", detail = "", values = {} } = failure;
-  const key = hasWords(code) ? code : "failed";
+  const full = code === "context_length_exceeded" && answered !== null; // by an answer that was to be continued
+  const key = full ? "contextFull" : hasWords(code) ? code : "failed";
   turn.fail(key, { ...values, detail, context: by?.context_length });
-  turn.hopeless = HOPELESS.includes(code);
-  if (turn.hopeless && answered === null) page.giveBack(asked.text); // to be made shorter, or to be asked of another model
+  turn.hopeless = HOPELESS.includes(code) && answered === null;
+  if (turn.hopeless) page.giveBack(asked.text); // to be made shorter, or to be asked of another model
   if (code === "unreachable") loadDescription(page.described);
 }
 

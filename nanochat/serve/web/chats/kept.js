@@ -11,6 +11,7 @@ let apiKey = ""; // of this page, if the browser forbids storage
 /** Keep the open chat, the `base` that store.js knows of it, what stands in the input box, and a question without an answer. */
 export function keep(state) {
   try {
+    sessionStorage.removeItem(KEY); // where there is no room, a reload must not go back to an earlier state
     sessionStorage.setItem(KEY, JSON.stringify(state));
   } catch {
     // the browser may forbid storage, or have no room left: then the chat lasts until the page is left

@@ -115,9 +115,10 @@ export async function saveChat(chat) {
       };
     });
     memory.delete(chat.id);
-    if ((await database()) === null) memory.set(copy.id, copy);
+    const kept = (await database()) !== null;
+    if (!kept) memory.set(copy.id, copy);
     if (written) bases.set(copy.id, copy.updated);
-    return { id: copy.id, kept: true };
+    return { id: copy.id, kept };
   } catch {
     memory.set(copy.id, copy);
     return { id: copy.id, kept: false };

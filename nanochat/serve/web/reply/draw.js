@@ -4,6 +4,20 @@ import { say } from "../language/i18n.js";
 import { phrased } from "../language/phrases.js";
 import { copyButton, make } from "./dom.js";
 
+const drawn = new WeakMap(); // element -> the blocks that redraw() has drawn in it, as JSON
+
+/**
+ * Draw blocks in an element, with tools as draw() takes them. What stands before the first block that is new is left alone, or a
+ * long answer would be drawn more slowly than it arrives.
+ */
+export function redraw(element, blocks, tools) {
+  const [before, now] = [drawn.get(element) ?? [], blocks.map((block) => JSON.stringify(block))];
+  drawn.set(element, now);
+  const same = now.findIndex((text, place) => text !== before[place] || /"tag":"tool"|\uE000/.test(text));
+  const left = [...element.childNodes].slice(0, same < 0 ? now.length : same);
+  update(element, [...left, ...draw(blocks.slice(left.length), tools)]);
+}
+
 /** The elements of blocks. `tools` are the elements of the calculator calls, which are taken in order. */
 export function draw(blocks, tools) {
   const rest = [...tools];
@@ -81,7 +95,7 @@ function safeName(shown, host) {
 }
 
 /** Make the children of an element like new ones, and keep those that are the same: selections and focus stay. */
-export function update(element, wanted) {
+function update(element, wanted) {
   const here = [...element.childNodes];
   wanted.forEach((node, place) => {
     const old = here[place];

@@ -3,7 +3,8 @@
 const DEEPEST = 24; // emphasis inside emphasis
 const LINK = /\[([^[\]\n]{1,500})\]\(([^\s()]{1,2000}(?:\([^\s()]{0,500}\)[^\s()]{0,500})?)(?:\s"[^"\n]{0,200}")?\)/y;
 const HALF_LINK = /\[([^[\]\n]{1,500})\]\([^\s()]{0,2000}$/y; // its end has not arrived yet
-const ADDRESS = /https?:\/\/[^\s<>"'`*，。；：！？、）】》“”]{1,2000}/y;
+const ADDRESS = /https?:\/\/[^\s<>"'`*，。；：！？、（）【】《》“”]{1,2000}/y;
+const WORDS_AFTER_HOST = /^(https?:\/\/[\w.-]*\w(?::\d+)?)\p{Script=Han}.*/u; // Chinese puts no space between
 const SPECIAL = /[\\`*_~[!\nh\uE000]/g;
 const LETTER = /[\p{L}\p{N}]/u;
 const BEFORE = /[A-Za-z0-9)\]]/; // a * between two such characters is a product
@@ -53,14 +54,14 @@ export function readInline(text, open = false, links = true) {
     const spaceAfter = after === "" || /\s/.test(after);
     const spaceBefore = before === "" || /\s/.test(before);
     let left = run.length;
-    const within = first === "_" ? LETTER.test(before) && LETTER.test(after) : BEFORE.test(before) && AFTER.test(after);
-    const mayClose = !spaceBefore && !(within && first === "_");
+    const mayClose = !spaceBefore && !(first === "_" && LETTER.test(after));
     while (left && mayClose) {
       const mark = frames.findLast(({ mark }) => mark[0] === first)?.mark;
       if (!mark || !begun.get(mark) || mark.length > left || !frames.at(-1).nodes.length) break;
       close(mark);
       left -= mark.length;
     }
+    const within = first === "_" ? LETTER.test(before) : BEFORE.test(before) && AFTER.test(after); // x_{1} keeps its mark
     const mayOpen = (!spaceAfter || (open && after === "")) && !within;
     while (left) {
       const mark = first.repeat(first === "~" ? 2 : Math.min(2, left));
@@ -118,7 +119,7 @@ export function readInline(text, open = false, links = true) {
       }
     } else if (character === "h" && links && !BEFORE.test(text[at - 1] ?? "")) {
       ADDRESS.lastIndex = at;
-      const address = ADDRESS.exec(text)?.[0].replace(/[.,;:!?)\]}]{1,9}$/, "");
+      const address = ADDRESS.exec(text)?.[0].replace(WORDS_AFTER_HOST, "$1").replace(/[.,;:!?)\]}]{1,9}$/, "");
       const href = address && safeAddress(address);
       put(href ? { tag: "a", href, nodes: [address] } : "h");
       at += href ? address.length : 1;

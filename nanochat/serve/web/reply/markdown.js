@@ -3,7 +3,7 @@
 import { readInline } from "./inline.js";
 
 const DEEPEST = 10; // lists and quotes inside each other
-const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^\s`]{0,30})/;
+const FENCE = /^ {0,3}(`{3,}(?=[^`]*$)|~{3,})[ \t]*([^\s`]{0,30})/; // ```code``` on one line is no block
 const HEADING = /^ {0,3}(#{1,6})(?=\s|$)/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^([ \t]*)([-*+]|\d{1,3}[.)])[ \t]+(?=\S)/; // "1776." alone is an answer and no list

@@ -3,7 +3,7 @@
 import { say } from "../language/i18n.js";
 import { phrased } from "../language/phrases.js";
 import { copyButton, icon, iconButton, make, smallButton } from "./dom.js";
-import { draw, update } from "./draw.js";
+import { redraw } from "./draw.js";
 import { TOOL } from "./inline.js";
 import { readMarkdown } from "./markdown.js";
 import { sawDetails } from "./saw.js";
@@ -210,7 +210,7 @@ export class ModelTurn {
       return; // the scores of a text come after the text
     }
     const texts = this.parts.map((part) => (part.type === "tool" ? TOOL : part.text.replaceAll(TOOL, "\ufffd")));
-    update(this.body, draw(readMarkdown(texts.join("").trim(), open), this.tools));
+    redraw(this.body, readMarkdown(texts.join("").trim(), open), this.tools);
   }
 
   /** Keep how many tokens have arrived and how long that took; the details below the answer show both. */

@@ -45,7 +45,9 @@ export class Figures {
 
   /** Return the x values of the rows: steps, or seconds of training. */
   places(over) {
-    return over === "time" ? (this.columns.get("total_seconds")?.high ?? this.columns.get("total_seconds")?.mean ?? []) : this.steps;
+    if (over !== "time") return this.steps;
+    const { high, mean } = this.columns.get("total_seconds") ?? {};
+    return this.steps.map((step, row) => (high ?? mean)?.[row] ?? (step ? null : 0)); // what is measured before training has no time
   }
 }
 
