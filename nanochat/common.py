@@ -124,6 +124,10 @@ class Pulse:
         if step is not None:
             self.step = step
 
+    def rest(self) -> None:
+        """Forget the progress so far: until the next beat(), nothing counts as hanging."""
+        self.moments = 0
+
     def ask(self, why: str) -> None:
         """Ask this process to save and stop as soon as it can; only the first reason is kept."""
         self.stop_reason = self.stop_reason or why

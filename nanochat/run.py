@@ -319,6 +319,8 @@ class Run:
             if flags.profile:
                 profiling().check(self._last_step() - first)
         hold(path, self.compute)
+        # The other ranks wait while rank 0 reads all files of a checkpoint to hash them.
+        self.compute.pulse.rest()
         return resume_stage(
             path,
             self._module,

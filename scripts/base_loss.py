@@ -89,18 +89,20 @@ def sample(loaded: Loaded, max_tokens: int) -> dict[str, str]:
 
 
 def domain_losses(
-    tokens: int | Literal["auto"],
+    cfg: Config,
     loaded: Loaded,
     data: Data,
     compute: Compute,
 ) -> dict[str, Loss]:
     """Measure and log the validation loss of each language and domain; return losses by name."""
     platform = compute.platform
+    tokens = cfg.domain_tokens
     if tokens == "auto":
         tokens = platform.split_tokens // 4
-    tokens_per_pass = platform.pass_tokens
-    if not tokens_per_pass:
-        tokens_per_pass = platform.evaluation_rows * loaded.row_tokens
+    if cfg.device_batch_size != "auto":
+        tokens_per_pass = cfg.device_batch_size * loaded.row_tokens
+    else:
+        tokens_per_pass = platform.pass_tokens or platform.evaluation_rows * loaded.row_tokens
     losses = evaluate_domains(
         loaded.model,
         loaded.tokenizer,
@@ -178,7 +180,7 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
         )
         section[split] = asdict(loss)
     if cfg.domain_tokens != 0:
-        losses = domain_losses(cfg.domain_tokens, loaded, data, compute)
+        losses = domain_losses(cfg, loaded, data, compute)
         section["domains"] = {name: asdict(loss) for name, loss in losses.items()}
     if compute.main:
         continuations = sample(loaded, cfg.sample_tokens) if cfg.sample_tokens else {}

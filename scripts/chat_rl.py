@@ -223,7 +223,7 @@ def train(cfg: Config, compute: Compute) -> None:
     rewards = Rewards.of(cfg.reward, cfg.unsafe_exec)
     start = open_start(cfg, compute)
     tag = cfg.stage.own_tag(start.name, cfg.problems)
-    corpus = cfg.stage.data or start.corpus or ""
+    corpus = cfg.stage.corpus(start.corpus or "")
     identity = {"parent": start.identity, "corpus": corpus, **rewards.fingerprint, **start.facts}
     folder = open_folder("rl", tag, cfg, cfg.run, compute, **identity)
     log(

@@ -71,7 +71,7 @@ class Config:
 def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune a model on conversations, resuming from any checkpoint that --resume selects."""
     parent, tag = parent_of(cfg.source, cfg.source_step, "sft", cfg.stage, cfg.chats.own_file)
-    corpus = cfg.stage.data or parent.corpus
+    corpus = cfg.stage.corpus(parent.corpus)
     folder = open_folder("sft", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)
     model, tokenizer = load_parent(parent, compute, cfg.stage.matmul)
     mixture = mix(

@@ -403,7 +403,7 @@ def room_for_own_words(cfg: Config, base: Base, compute: Compute) -> bool:
     """
     begun = begun_settings(checkpoint_dir("tune", cfg.tag), cfg.run.resume, compute)
     if begun:
-        return begun[ROOM_FACT] == "yes"
+        return begun.get(ROOM_FACT) == "yes"  # the first runs of version 1.0.0 lack it
     replay.check_replay(cfg.replay_every, cfg.objective.loss, base, compute)
     return replay.has_room(base, compute)
 

@@ -69,7 +69,7 @@ class Config:
 def train(cfg: Config, compute: Compute) -> None:
     """Midtrain a base model, resuming from any checkpoint that --resume selects."""
     parent, tag = parent_of("base", cfg.base_step, "mid", cfg.stage, cfg.chats.own_file)
-    corpus = cfg.stage.data or parent.corpus
+    corpus = cfg.stage.corpus(parent.corpus)
     folder = open_folder("mid", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)
     model, tokenizer = load_parent(parent, compute, cfg.stage.matmul)
     parameters = model.parameter_counts()["total"]

@@ -217,6 +217,14 @@ time.sleep(600)
 """
 
 
+def test_no_rank_hangs_before_the_first_step(base_folder: Path) -> None:
+    """Ranks that waited for rank 0 to verify a large checkpoint for longer than --hang_seconds ended all others."""
+    stage = begun(4)
+    assert stage.compute.pulse.moments == 0
+    next(stage.steps())
+    assert stage.compute.pulse.moments > 0
+
+
 def test_two_commands_cannot_train_a_stage_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = begun(4, stop_at=2)
     go(stage)

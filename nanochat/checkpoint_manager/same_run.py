@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nanochat.common import UserError, tr, warn
-from nanochat.data.command_line import FREE, OldFlags, flags_of, settings
+from nanochat.data.command_line import FREE, OldFlags, flags_of, plain, settings
 from nanochat.device import Compute
 from nanochat.platforms.base import dtype_name
 from nanochat.runtime import fingerprint
@@ -76,7 +76,7 @@ class RunSettings:
             flag.name: flag.default for flag in flags_of(flags) if flag.default is not MISSING
         }
         values = {**settings(flags), **facts}
-        return RunSettings(values, free_flags(type(flags)), defaults)
+        return RunSettings(values, free_flags(type(flags)), plain(defaults))
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
         """Return a list with a phrase for each setting whose value differs from that in `saved`.

@@ -8,7 +8,7 @@ import copy
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,7 +192,8 @@ def _write_files(step: Step, state: RankState, compute: Compute, group: Any) -> 
     # One thread hashes a file more slowly than a fast disk writes it, so two files are written at a
     # time.
     with ThreadPoolExecutor(1) as helper:
-        optimizer_seal = helper.submit(_write_optimizer, folder / optimizer_file, state)
+        beat = compute.pulse.beat
+        optimizer_seal = helper.submit(_write_optimizer, folder / optimizer_file, state, beat)
         if lora:
             seals = parameter_files.write_whole(
                 folder / ADAPTER, parameters, compute, group, ADAPTER_PREFIX, step.facts
@@ -214,9 +215,11 @@ def _write_files(step: Step, state: RankState, compute: Compute, group: Any) -> 
     return seals
 
 
-def _write_optimizer(path: Path, state: RankState) -> dict[str, Any]:
+def _write_optimizer(path: Path, state: RankState, beat: Callable[[], None]) -> dict[str, Any]:
     """Write this rank's optimizer state, and return the file's hash and size.
 
+    `beat` is called before each tensor, since the last save of a run may take longer than a rank
+    may stand still.
     The file's metadata has each tensor's whole shape and the index of this rank's first row.
     """
     tensors = {}
@@ -224,4 +227,4 @@ def _write_optimizer(path: Path, state: RankState) -> dict[str, Any]:
     for name, (tensor, shape, first_row) in state.optimizer.items():
         tensors[name] = tensor.detach()
         layout[name] = [list(shape), first_row]
-    return write_tensors(tensors, path, {"layout": json.dumps(layout)})
+    return write_tensors(tensors, path, {"layout": json.dumps(layout)}, beat)

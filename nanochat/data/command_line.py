@@ -244,7 +244,12 @@ def settings(config: Any) -> dict[str, Any]:
 
     Tuples become lists, and paths become strings.
     """
-    return json.loads(json.dumps(values_of(config), default=str))
+    return plain(values_of(config))
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of flags as settings() does."""
+    return json.loads(json.dumps(values, default=str))
 
 
 # --- the edge of a process -----------------------------------------------------------------------

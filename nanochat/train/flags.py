@@ -15,8 +15,9 @@ from nanochat.common import UserError, log, tr, warn
 from nanochat.data.command_line import Free as Free
 from nanochat.data.command_line import Rare as Rare
 from nanochat.data.command_line import values_of
-from nanochat.data.mixing import resolve_data
+from nanochat.data.mixing import resolve_data, unweighted
 from nanochat.data.sources.listing import name_of
+from nanochat.data.sources.published import SOURCES
 from nanochat.dataloader import Source, split_rows
 from nanochat.platforms.operations import KernelChoice, Matmul
 from nanochat.prepare.interleave import blend
@@ -211,6 +212,18 @@ class StageFlags:
     With int8 and fp8 a step learns a little less"""
     samples: Free[Rare[int]] = 4
     """replies to held-out prompts to keep at each measurement, as the page /runs shows them; 0: none"""
+
+    def corpus(self, parents: str) -> str:
+        """Return the corpus that --data names or, without it, `parents`, that of the parent.
+
+        The conversations of corpora that nanochat can make or download need no texts of them. Any
+        other corpus must be here. Raises UserError (exit code 2) as resolve_data() does.
+        """
+        if self.data is None:
+            return parents
+        if not {*unweighted(self.data).split(",")} <= {"tinyworld", *SOURCES}:
+            resolve_data(self.data)
+        return self.data
 
     def own_tag(self, parent_tag: str, file: str | None) -> str:
         """Return the tag of this stage's checkpoints: --out_tag, or else one based on `parent_tag`.

@@ -115,10 +115,14 @@ class GeneralText:
         return math.exp(min(measured.nats_per_token, 700.0))
 
     def measure(self, step: int, rows_per_pass: int) -> float:
-        """Return the perplexity, and log it beside the one before training."""
+        """Return the perplexity, and log it beside the one before training if that is known.
+
+        That is the one at step 0, or `before`; a run that measured nothing then has none.
+        """
         perplexity = self.perplexity(rows_per_pass)
-        if self.before is None:
+        if step == 0:
             self.before = perplexity
+        if step == 0 or self.before is None:
             log(
                 tr(
                     "step {step:05d} | general text: perplexity {perplexity:.3f}",

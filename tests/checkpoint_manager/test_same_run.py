@@ -33,6 +33,7 @@ class New(Old):
     """The flags of the same script today."""
 
     window: str = "L"  # what older runs did without the flag
+    rewards: tuple[str, ...] = ()
     color: Free[str | None] = None
 
 
@@ -61,7 +62,7 @@ def test_a_new_flag_at_its_default_lets_old_runs_resume() -> None:
 def test_of_the_facts_that_a_checkpoint_lacks_only_the_newest_does_not_matter() -> None:
     saved = RunSettings.of(Old())
     assert not RunSettings.of(Old(), **{BASE_FACT: "1"}).changes(saved.values)
-    assert RunSettings.of(Old(), rewards="1").changes(saved.values) == ["rewards: None before, 1 now"]
+    assert RunSettings.of(Old(), reward_code="1").changes(saved.values) == ["reward_code: None before, 1 now"]
     assert RunSettings.of(Old(), **{BASE_FACT: "2"}).changes({**saved.values, BASE_FACT: "1"})
 
 

@@ -62,6 +62,14 @@ def test_a_checkpoint_says_what_it_is(tmp_path: Path, tokenizer: Tokenizer) -> N
     assert names - {"meta.json"} == set(meta["files"])
 
 
+def test_a_save_shows_progress_with_every_tensor(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Ranks ended as hanging if the optimizer's state, two thirds of a save, took longer than --hang_seconds."""
+    model, optimizers = make()
+    before = CPU.pulse.moments
+    save(tmp_path / "run", 1, model, optimizers, tokenizer)
+    assert CPU.pulse.moments - before == len(list(model.parameters())) + len(optimizers.saved())
+
+
 # --- damage --------------------------------------------------------------------------------------
 
 

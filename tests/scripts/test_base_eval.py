@@ -61,6 +61,19 @@ def test_base_loss_measures_both_splits_and_samples() -> None:
     assert [(one.step, one.asked, one.said) for one in samples] == [(3, *both) for both in result["samples"].items()]
 
 
+def test_domains_are_read_in_passes_as_large_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They took 32 rows on a GPU whatever --device_batch_size was, and ran out of memory after both splits."""
+    make_checkpoint()
+    make_corpus()
+    passes: list[int] = []
+    monkeypatch.setattr(base_loss, "evaluate_domains", lambda *given: passes.append(given[4]) or {})
+    for rows in ("auto", 2):
+        quick = base_loss.Config(split_tokens=500, sample_tokens=0, device_batch_size=rows)
+        base_loss.evaluate(quick, CPU)
+    context = load_model("base", None, None, CPU).model.config.sequence_len
+    assert passes == [CPU.platform.pass_tokens, 2 * context]
+
+
 def test_a_split_is_measured_whole_and_once_when_more_is_asked_for() -> None:
     corpus = make_corpus()
     model = tiny_gpt(TOKENIZER.vocab_size)

@@ -147,6 +147,17 @@ def test_a_seed_that_generators_cannot_take_is_refused() -> None:
         assert refused.value.exit_code == 2
 
 
+def test_a_later_stage_refuses_a_corpus_that_is_not_there(base_folder: Path) -> None:
+    """A misspelt tinyworld was taken for web pages, and its stage trained on the conversations published for those."""
+    for data in ("TinyWorld", "tinyworld:0.5,mine:0.5", "mine"):
+        with pytest.raises(UserError, match="there is no corpus or folder") as refused:
+            StageFlags(data=data).corpus("tinyworld")
+        assert refused.value.exit_code == 2
+    for data in ("tinyworld", "fineweb", "climbmix:0.5,fineweb-zh:0.5"):  # whose conversations need no texts
+        assert StageFlags(data=data).corpus("gone") == data
+    assert StageFlags().corpus("gone") == "gone"
+
+
 def test_a_corpus_of_documents_of_which_no_row_would_be_taken_is_refused() -> None:
     nothing: list[dict[str, Any]] = [{}, {"documents_every": 0}]
     for given in nothing:

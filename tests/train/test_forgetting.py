@@ -33,6 +33,14 @@ def test_a_factor_compares_with_the_first_measurement(capsys: pytest.CaptureFixt
     assert f"{before:.3f}" in first and "1.00 times" in second and f"{before:.3f}" in second
 
 
+def test_a_run_that_measured_nothing_before_training_compares_with_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that resumed with --eval_every took its first measurement for the one before training."""
+    general = GeneralText(PASSAGES, tiny_gpt(TINY), tiny_tokenizer(), on_cpu())
+    general.measure(6, 4)
+    general.measure(8, 4)
+    assert "before training" not in capsys.readouterr().out
+
+
 def test_passages_come_from_the_package_or_from_a_file(tmp_path: Path) -> None:
     assert len(read_passages(None)) > 15 and any("茶园" in passage for passage in read_passages(None))
     file = tmp_path / "mine.txt"
