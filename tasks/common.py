@@ -40,8 +40,8 @@ _NUMBER = re.compile(r"(?:(?<![\d.])-(?:\\?[$¥€£]\s*)?)?(?:\d[\d,]*)?(?:\d|\
 _UNREAD = re.compile(r"[^\d.-]")  # in a number: its currency and what separates thousands
 _EXPONENT = re.compile(r"[⁰¹²³⁴-⁹⁺⁻]+|\^\s*(?:\{[^{}]*\}|[-+]?\d+)")
 # What is before, after or in a number that is no number of its own, as in 1/3, \frac{1}{3}, x_1,
-# 2^5 and 1,2. The second sign of each pair is the slash of ⅓ in NFKC.
-_BEFORE = re.compile(r"(?:[/⁄{]|[^\W_]_)\s*$")
+# 2:3, 2^5 and 1,2. The second sign of each pair is the slash of ⅓ in NFKC.
+_BEFORE = re.compile(r"(?:[/⁄{]\s*|[^\W_]_|\d:)$")
 _AFTER = re.compile(r"\s*(?:\^|[/⁄]\s*\d)")
 _IN_LIST = re.compile(r",(?!\d{2,3}(?!\d))")
 
