@@ -38,6 +38,12 @@ def one_of(
 # A sign may stand before the currency, as in -$5.
 _NUMBER = re.compile(r"(?:(?<![\d.])-(?:\\?[$¥€£]\s*)?)?(?:\d[\d,]*)?(?:\d|\.\d+)")
 _UNREAD = re.compile(r"[^\d.-]")  # in a number: its currency and what separates thousands
+_EXPONENT = re.compile(r"[⁰¹²³⁴-⁹⁺⁻]+|\^\s*(?:\{[^{}]*\}|[-+]?\d+)")
+# What is before, after or in a number that is no number of its own, as in 1/3, \frac{1}{3}, x_1,
+# 2:3, 2^5 and 1,2. The second sign of each pair is the slash of ⅓ in NFKC.
+_BEFORE = re.compile(r"(?:[/⁄{]\s*|[^\W_]_|\d:)$")
+_AFTER = re.compile(r"\s*(?:\^|[/⁄]\s*\d)")
+_IN_LIST = re.compile(r",(?!\d{2,3}(?!\d))")
 
 
 def in_one_form(text: str) -> str:
@@ -45,18 +51,22 @@ def in_one_form(text: str) -> str:
     return unicodedata.normalize("NFKC", text).replace("\N{MINUS SIGN}", "-")
 
 
-def final_number(text: str) -> Fraction | None:
+def final_number(text: str, alone: bool = False) -> Fraction | None:
     """Return the final number in a text, or None if there is none.
 
-    That is the first number after the last `####`, or the last number in a text without `####`. The
-    result is also None if that number is longer than 64 characters.
+    That is the first number after the last `####`, or the last number in a text without `####`;
+    exponents, as in 12 cm², do not count. The result is also None if that number is longer than 64
+    characters or, with `alone`, if it is part of a fraction, a power, a list or another formula.
     """
-    _, marker, after = in_one_form(text).rpartition("####")
-    numbers = _NUMBER.findall(after)
+    _, marker, after = in_one_form(_EXPONENT.sub("^", text)).rpartition("####")
+    numbers = list(_NUMBER.finditer(after))
     if not numbers:
         return None
-    number = numbers[0] if marker else numbers[-1]
-    return Fraction(_UNREAD.sub("", number)) if len(number) <= 64 else None
+    number = numbers[0 if marker else -1]
+    in_formula = _BEFORE.search(after[: number.start()]) or _AFTER.match(after, number.end())
+    if alone and (in_formula or _IN_LIST.search(number[0])):
+        return None
+    return Fraction(_UNREAD.sub("", number[0])) if len(number[0]) <= 64 else None
 
 
 class Ungraded:

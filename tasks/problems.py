@@ -20,7 +20,10 @@ _BRACE = re.compile(r"\\boxed\s*\{|(?<!\\)[{}]")  # \{ and \} are signs of a for
 _STYLED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")  # words in a formula
 _MARKER = re.compile(r"(?:####|answer\s*(?:is|:)|答案\s*(?:是|为|[::])?)\s*", re.I)
 _AROUND = " .,;:!?。、\"'`*()[]「」“”‘’$"
-_NUMBER = re.compile(r"[-+]?[$¥€£]?\s*\d[\d,]*(\.\d+)?\s*[%.。]?")
+_WHOLE = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}|\d+)"
+_NUMBER = re.compile(rf"[-+]?(?:\\?[$¥€£])?\s*(?:{_WHOLE}(?:\.\d+)?|\.\d+)\s*(?:\\?%|[.。])?")
+_COMMA = re.compile(r"\{,\}|,\\!")  # how LaTeX writes the comma of 1,000
+_BRACKETS = re.compile(r"([\[(])[^\[\]()]*,[^\[\]()]*([\])])")  # of an interval or a point
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,10 @@ def final_answer(text: str) -> str:
 
 def _marked_answer(text: str) -> tuple[str, str]:
     """Return the marker before the final answer of a text, or "" if it has none, and the answer."""
+    text = _STYLED.sub(r"\1", _COMMA.sub(",", text))
     boxed = _boxed(text)
     if boxed is not None:
-        return "", _STYLED.sub(r"\1", boxed)
+        return "", boxed
     marker = ""
     start = 0
     for match in _MARKER.finditer(text):
@@ -114,11 +118,11 @@ def _boxed(text: str) -> str | None:
 def plain(text: str) -> str:
     """Normalise a text for grading.
 
-    Case, the width of characters, the form of minus signs, repeated spaces, and marks around the
-    text are ignored.
+    Case, the width of characters, the form of minus signs, repeated spaces, spaces beside commas,
+    and marks around the text are ignored.
     """
     folded = " ".join(in_one_form(text).casefold().split())
-    return folded.strip(_AROUND)
+    return re.sub(" ?, ?", ",", folded).strip(_AROUND)
 
 
 def is_right(reply: str, answer: str) -> bool:
@@ -128,8 +132,16 @@ def is_right(reply: str, answer: str) -> bool:
     if _NUMBER.fullmatch(in_one_form(right_answer).strip()):
         number = final_number(right_answer)
         if number is not None:  # None for more digits than final_number() reads
-            return final_number(marker + reply_answer) == number
-    return plain(reply_answer) == plain(right_answer)
+            return final_number(marker + reply_answer, alone=True) == number
+    brackets = [_brackets(text) for text in (reply_answer, right_answer)]
+    differ = None not in brackets and brackets[0] != brackets[1]
+    return plain(reply_answer) == plain(right_answer) and not differ
+
+
+def _brackets(text: str) -> tuple[str, ...] | None:
+    """Return the brackets of a list in a text, such as [ and ) of the interval [0, 1), or None."""
+    match = _BRACKETS.search(in_one_form(text))
+    return match and match.groups()
 
 
 # --- layouts -------------------------------------------------------------------------------------

@@ -139,10 +139,10 @@ def advantages(
 ) -> tuple[float, ...]:
     """Return the advantages of all replies to one problem: their rewards minus the mean reward.
 
-    If `kind` is "normalized", they are divided by the standard deviation. If all rewards are equal,
-    all advantages are 0.
+    If `kind` is "normalized", they are divided by the standard deviation. If all rewards are equal
+    up to rounding, as 0.1 + 0.2 and 0.3 are, all advantages are 0.
     """
-    if max(rewards) == min(rewards):  # exactly, since a rounded mean would leave tiny advantages
+    if math.isclose(max(rewards), min(rewards), abs_tol=1e-9):
         return (0.0,) * len(rewards)
     mean = fmean(rewards)
     unit = pstdev(rewards, mean) if kind == "normalized" else 1.0

@@ -110,7 +110,7 @@ class Rewards:
         for term in self.functions:
             assert term.file is not None
             try:
-                text = term.file.read_text(encoding="utf-8")
+                text = term.file.read_text(encoding="utf-8-sig")
                 ast.parse(text)
             except (SyntaxError, UnicodeDecodeError, ValueError) as failure:
                 raise UserError(

@@ -15,7 +15,7 @@ from torch import Tensor
 from nanochat.checkpoint_manager.copies import uninitialised_copy, with_own_operations
 from nanochat.device import Compute
 from nanochat.model import Model
-from nanochat.models.lora import Adapter, adapted, delta
+from nanochat.models.lora import Adapter, adapted, delta, stack_of
 from nanochat.runtime import parallel
 
 # Returns the model that RL started from, for passes without gradients.
@@ -64,15 +64,15 @@ def _copy_weights(replica: nn.Module, trained: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _merge(replica: nn.Module, trained: nn.Module, adapters: Mapping[str, Tensor]) -> None:
-    """Add the adapters of a model to the matrices of a replica, computing in fp32."""
+    """Add the adapters of a model to the matrices and stacks of a replica, computing in fp32."""
     for name, adapter in adapted(trained):
-        weight = replica.get_parameter(f"{name}.weight")
-        change = delta(Adapter(adapter.config, _of_matrix(adapters, name)), name, weight.device)
+        weight = replica.get_parameter(stack_of(name) or f"{name}.weight")
+        change = delta(Adapter(adapter.config, _of_module(adapters, name)), name, weight.device)
         weight.copy_(weight.float() + change)
 
 
-def _of_matrix(adapters: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the two values of the adapter of the matrix called `name`."""
+def _of_module(adapters: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return the two values of the adapter in the module called `name`."""
     names = (f"{name}.lora_A.weight", f"{name}.lora_B.weight")
     return {value_name: adapters[value_name] for value_name in names}
 

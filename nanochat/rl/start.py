@@ -83,7 +83,8 @@ def open_tuned(
     `tag` and `step` are chosen by find_parent() if they are None. An adapter is trained further, at
     its own rank and alpha, unless `rank` is 0: then it is merged, and every parameter is trained.
     A model that was tuned as a whole gets an adapter as in open_published(). Raises UserError (exit
-    code 2) if there is no such result, or if an adapter has another rank than `rank`.
+    code 2) if there is no such result, or if an adapter has another rank than `rank` or another alpha
+    than `alpha`, unless that is the default.
     """
     parent = find_parent("tune", tag, step)
     folder = checkpoint_dir("tune", parent.tag)
@@ -94,15 +95,17 @@ def open_tuned(
         return _of_base(parent.tag, parent.identity, base)
     base_folder, tuned = base_of_adapter(meta, where)
     lora = replace(tuned, dropout=0.0)  # the sampler has none, and must compute the same
-    if rank not in (None, 0, lora.rank):
+    new_rank = rank not in (None, lora.rank)
+    if rank != 0 and (new_rank or alpha not in (LoraConfig.alpha, lora.alpha)):
         raise UserError(
             tr(
-                "{tag} is an adapter of rank {own_rank}, which is trained further at that rank, got "
-                "--lora_rank={rank}: leave --lora_rank out, or merge the adapter and train every "
-                "parameter with --lora_rank=0",
+                "{tag} is an adapter of rank {own_rank} and alpha {own_alpha:g}, which is trained "
+                "further as it is, got {flag}: leave that flag out, or merge the adapter and train "
+                "every parameter with --lora_rank=0",
                 tag=parent.tag,
                 own_rank=lora.rank,
-                rank=rank,
+                own_alpha=lora.alpha,
+                flag=f"--lora_rank={rank}" if new_rank else f"--lora_alpha={alpha:g}",
             ),
             exit_code=2,
         )

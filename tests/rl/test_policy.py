@@ -43,6 +43,7 @@ def test_an_advantage_is_the_reward_less_the_mean_and_on_demand_divided_by_the_d
 def test_equal_rewards_give_no_advantage_whatever_the_mean_rounds_to(reward):
     assert advantages([reward] * 3) == advantages([reward] * 3, "normalized") == (0.0, 0.0, 0.0)
     assert advantages([reward]) == (0.0,)
+    assert advantages([reward + 0.3, reward + 0.1 + 0.2], "normalized") == (0.0, 0.0)
 
 
 def test_only_chosen_tokens_of_replies_that_count_are_weighted():

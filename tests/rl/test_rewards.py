@@ -42,7 +42,7 @@ def reads(reply): return len(open("/etc/passwd").read())
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rewards")
-    (folder / "rewards.py").write_text(FUNCTIONS)
+    (folder / "rewards.py").write_text(FUNCTIONS, encoding="utf-8-sig")  # with a mark that editors on Windows write
     (folder / "broken.py").write_text("import no_such_module\n")
     (folder / "syntax.py").write_text("def f(:\n")
     problem = {"question": "2 + 2?", "answer": 4, "level": 3}

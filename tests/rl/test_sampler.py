@@ -8,6 +8,7 @@ import torch
 
 from nanochat.checkpoint_manager.families import cast_matrices, on_meta
 from nanochat.gpt import GPT
+from nanochat.models.lora import LoraConfig, add_adapters, merge
 from nanochat.models.qwen.model import Qwen
 from nanochat.platforms import host
 from nanochat.platforms.cpu.operations import CpuOperations
@@ -51,6 +52,26 @@ def test_a_renewed_sampler_computes_as_one_that_was_just_made(family: str, dtype
     held = any(getattr(module, "multiply", None) is not None for module in sampler.model.modules())
     has_panels = "avx2" in host.cpu_flags() and host.compiler() is not None
     assert held == (LAID_OUT if dtype == torch.bfloat16 else has_panels)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "qwen3.5-moe"])
+def test_adapters_are_merged_into_the_sampler(family: str) -> None:
+    """Also those of experts, whose matrices lie in stacks."""
+    trained = tiny_qwen(family)
+    add_adapters(trained, LoraConfig(rank=3))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    idx = torch.randint(300, (2, 9), generator=generator)
+    sampler = Sampler(trained, on_cpu())
+    sampler.renew(trained)
+    with torch.no_grad():
+        torch.testing.assert_close(sampler.model(idx), trained(idx), rtol=1e-4, atol=1e-4)
+        trained.requires_grad_(False)
+        merge(trained)
+        torch.testing.assert_close(sampler.model(idx), trained(idx), rtol=1e-5, atol=1e-5)
 
 
 def test_the_trained_model_keeps_its_own_operations() -> None:

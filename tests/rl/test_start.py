@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from nanochat.checkpoint_manager.load import load_model
+from nanochat.common import UserError
 from nanochat.models.lora import merge
 from nanochat.rl.start import open_tuned
 from scripts import finetune
@@ -30,3 +32,6 @@ def test_a_tuned_adapter_of_experts_is_merged_where_every_parameter_is_trained(t
     merge(tuned)
     for name, parameter in tuned.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), parameter, msg=name)
+    for rank, alpha, flag in ((8, 16.0, "--lora_rank=8"), (None, 32.0, "--lora_alpha=32")):
+        with pytest.raises(UserError, match=f"of rank 4 and alpha 16, .* got {flag}: leave"):
+            open_tuned(None, None, rank, alpha, on_cpu(), 1)

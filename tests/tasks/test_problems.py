@@ -108,6 +108,35 @@ def test_the_final_answer_of_a_text(text: str, answer: str) -> None:
         ("no number", "7", False),
         ("no number", "1" * 70, False),  # more digits than are read as a number: compared as words
         (f"The answer is {'1' * 70}.", "1" * 70, True),
+        # a number without a digit before its point
+        ("0.5", ".5", True),
+        ("5", ".5", False),
+        # parts of a formula
+        ("The answer is 1/3", "3", False),
+        ("So ½.", "2", False),
+        (r"\boxed{\frac{1}{3}}", "3", False),
+        (r"\boxed{\sqrt{3}}", "3", False),
+        ("#### 5/6", "5", False),
+        ("2^5", "2", False),
+        ("x_2", "2", False),
+        ("2:3", "3", False),
+        ("Problem 2: 3", "3", True),
+        ("24/2 = 12", "12", True),
+        (r"It is \textbf{12} _12_", "12", True),
+        ("The area is 12 cm^2.", "12", True),
+        ("The area is 12 m².", "12", True),
+        # lists
+        (r"\boxed{1, 2}", "1,2", True),
+        (r"\boxed{12}", "1,2", False),
+        ("1,2", "12", False),
+        (r"\boxed{10,\!000}", "10000", True),
+        ("1{,}000", "1,000", True),
+        # intervals and points
+        ("(0, 1]", "[0, 1)", False),
+        (r"\boxed{[0, 1)}", "[0,1)", True),
+        ("0, 1", "(0, 1)", True),
+        ("Both are right: (A)", "Both are right: A", False),
+        ("(A)", "A", True),
     ],
 )
 def test_a_reply_is_right_if_it_ends_with_the_answer(reply: str, answer: str, right: bool) -> None:
