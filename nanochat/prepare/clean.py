@@ -36,13 +36,15 @@ def clean(
     check_against: Path | None,
     drop_contaminated: bool,
     processes: int | None = None,
+    data: str | None = None,
 ) -> dict[str, Any]:
     """Screen a corpus, record which documents are left out, and return a dict with the counts.
 
     With `dedup`, documents that nearly equal an earlier one are left out; validation documents
     count as earlier than training documents. Documents that share a passage with an evaluation in
     the folder `check_against` are counted and, with `drop_contaminated`, left out. A call that only
-    counts documents does not change what an earlier call left out.
+    counts documents does not change what an earlier call left out. `data` is the value of --data in
+    the command that leaves out the same documents again; by default it is the name of the corpus.
 
     Raises UserError if a shard is damaged. Raises UserError (exit code 2) if the folder of
     evaluations cannot be used, or if this call leaves out documents but would restore others that
@@ -83,7 +85,7 @@ def clean(
                 )
             )
         else:
-            command = _command(corpus, dedup, check_against, drop_contaminated)
+            command = _command(data or corpus.name, dedup, check_against, drop_contaminated)
             summary = summary | {"make": command, "shards": _write_lists(paths, decision.dropped)}
             about[DROPPED] = summary
             write_json(corpus.folder / ABOUT, about)
@@ -155,13 +157,13 @@ def _refuse_other_evaluations(earlier: dict[str, Any], set_names: tuple[str, ...
 
 
 def _command(
-    corpus: Corpus,
+    data: str,
     dedup: bool,
     check_against: Path | None,
     drop_contaminated: bool,
 ) -> str:
     """Return the command line that leaves out the same documents again."""
-    command = f"python -m nanochat.prepare --data {quote(corpus.name)}"
+    command = f"python -m nanochat.prepare --data {quote(data)}"
     if dedup:
         command += " --dedup"
     if check_against is not None:

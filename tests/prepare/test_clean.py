@@ -148,6 +148,13 @@ def test_a_damaged_list_is_refused_with_the_command_that_makes_it(corpus: Corpus
         tokens_of(corpus)
 
 
+def test_of_a_mixture_the_command_that_screens_again_names_the_mixture_whose_tokenizer_is_there(corpus: Corpus) -> None:
+    make_corpus(name="d")
+    TOKENIZER.save(tokenizer_dir("c,d"))
+    main(Config(data="c,d", dedup=True))
+    assert read_about(corpus.folder)["dropped"]["make"] == "python -m nanochat.prepare --data c:1,d:1 --dedup"
+
+
 def test_flags_that_contradict_each_other_are_refused() -> None:
     for cfg, why in (
         (Config(drop_contaminated=True), "needs --check_against DIR"),
