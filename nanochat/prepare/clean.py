@@ -20,11 +20,20 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import UserError, atomic_path, log, sha256_of, tr, write_atomic, write_json
+from nanochat.common import (
+    UserError,
+    atomic_path,
+    log,
+    sha256_of,
+    tr,
+    warn,
+    write_atomic,
+    write_json,
+)
 from nanochat.data.corpora import DROPPED, Corpus, list_of_dropped, shards
 from nanochat.data.shards import ABOUT, batches, check_sha256, count_rows, read_about
 from nanochat.prepare.minhash import Signatures, near_duplicates, signatures
-from nanochat.prepare.overlap import Passages, read_passages
+from nanochat.prepare.overlap import CHARACTERS, WORDS, Passages, read_passages
 from nanochat.prepare.token_files import locked
 from nanochat.prepare.workers import Message, Say, processes_for, serve, work
 from nanochat.runtime.progress import Progress
@@ -51,6 +60,19 @@ def clean(
     an earlier call left out with `dedup` or `drop_contaminated`.
     """
     passages = read_passages(check_against) if check_against is not None else None
+    if passages is not None and passages.without:
+        warn(
+            tr(
+                "{folder} has no text to look for in {names}, so documents with questions of "
+                "these evaluations stay. Unpack archives: .parquet, .jsonl, .json, .csv and .tsv "
+                "files are read, and texts of at least {words} words or {characters} Chinese "
+                "characters are looked for.",
+                folder=check_against,
+                names=", ".join(passages.without),
+                words=WORDS,
+                characters=CHARACTERS,
+            )
+        )
     if dedup or drop_contaminated:
         earlier = read_about(corpus.folder).get(DROPPED, {})
         _refuse_to_take_back(earlier, dedup, drop_contaminated)
