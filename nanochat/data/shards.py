@@ -174,13 +174,7 @@ def write_shards(
         train.close()
         val.close()
         if not train.paths or not val.paths:
-            raise UserError(
-                tr(
-                    "a corpus needs at least two different documents, since one is held out "
-                    "for validation; got {documents} document(s). Add more text.",
-                    documents=train.documents + val.documents,
-                )
-            )
+            raise _too_few(train.documents + val.documents)
         files = {}
         for number, path in enumerate([*train.paths, *val.paths]):
             shard = path.rename(temporary / shard_name(number))
@@ -196,6 +190,26 @@ def write_shards(
         return content
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _too_few(documents: int) -> UserError:
+    """Return the refusal of a corpus whose documents would all be in the same split."""
+    if documents < SMALL_CORPUS:
+        return UserError(
+            tr(
+                "a corpus needs at least two different documents, since one is held out "
+                "for validation; got {documents} document(s). Add more text.",
+                documents=documents,
+            )
+        )
+    return UserError(
+        tr(
+            "a corpus needs at least two different documents, since one is held out for "
+            "validation; these {documents:,} repeat so few texts that none was chosen. Leave out "
+            "the copies, or add more text.",
+            documents=documents,
+        )
+    )
 
 
 def _replace(folder: Path, temporary: Path) -> None:
@@ -385,7 +399,15 @@ def _recorded(path: Path) -> dict[str, Any]:
 def _damaged(path: Path, why: str) -> UserError:
     """Return the error for a damaged shard, with the reason `why` and the command that fixes it."""
     about = read_about(path.parent)
-    make = about.get("make", "python -m nanochat.dataset ...")
+    make = about.get("make")
+    if make is None:  # no command made the shards: they were copied into the folder
+        return UserError(
+            tr(
+                "the shard {path} is damaged: {why}. Copy it again from its source.",
+                path=path,
+                why=why,
+            )
+        )
     # A downloaded shard can be fetched again alone; shards that were made here are made again
     # together.
     broken = path if about.get("kind") == "download" else path.parent

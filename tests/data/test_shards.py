@@ -98,6 +98,13 @@ def test_a_corpus_needs_two_different_documents(tmp_path, documents):
     assert listing(tmp_path) == []
 
 
+def test_many_copies_of_few_texts_are_refused_with_the_reason(tmp_path):
+    """Whether one of few texts is held out is chance, as it follows from a hash of the text."""
+    write_shards(tmp_path / "once", [f"text {i}" for i in range(10)])
+    with pytest.raises(UserError, match="these 1,500 repeat so few texts that none was chosen. Leave out the copies"):
+        write_shards(tmp_path / "often", [f"text {i % 10}" for i in range(1_500)])
+
+
 def test_a_failure_leaves_the_old_corpus_and_nothing_half_written(tmp_path):
     write_shards(tmp_path / "c", ["old 1", "old 2"])
 
@@ -157,5 +164,5 @@ def test_a_shard_without_the_column_or_without_a_note_of_its_own(tmp_path):
     assert list(batches(path)) == [["x", "y"]]
     check_sha256(path)
     path.unlink()
-    with pytest.raises(UserError, match="it is missing"):
+    with pytest.raises(UserError, match=r"is damaged: it is missing\. Copy it again from its source\.$"):
         list(batches(path))
