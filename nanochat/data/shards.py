@@ -294,10 +294,13 @@ def read_column(
     """
     check_packing(path, [column])
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        # With each batch of a categorical column, pyarrow copies all different texts so far.
+        is_categorical = pa.types.is_dictionary(file.schema_arrow.field(column).type)
+        rows_at_a_time = size if is_categorical else FEW_ROWS
         rows = 0
         texts: list[str | None] = []
         characters = 0
-        for batch in file.iter_batches(batch_size=FEW_ROWS, columns=[column]):
+        for batch in file.iter_batches(batch_size=rows_at_a_time, columns=[column]):
             rows += batch.num_rows
             for text in batch.column(0).to_pylist():
                 length = len(text or "")
