@@ -152,7 +152,7 @@ class Tokenizer:
                 tr(
                     "the text is too small for a vocabulary of {vocab_size:,}: it gives at "
                     "most {learned_size:,} tokens. Use --vocab_size {learned_size} or less, "
-                    "or add more text.",
+                    "add more text, or read more of each document with a larger --doc_cap.",
                     vocab_size=vocab_size,
                     learned_size=learned_size,
                 )

@@ -29,6 +29,9 @@ SMALL_CORPUS = 50_000_000
 # there is nothing to train.
 NOTE = "training.json"
 PROGRESS_SECONDS = 10
+# A corpus of up to this many documents is kept in memory, because opening its shards again and
+# again would take longer than reading them.
+FEW_DOCUMENTS = 1_000
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,11 @@ def train(cfg: Config) -> Tokenizer:
         export(tokenizer, exported)
         return tokenizer
 
-    characters = known_characters(data)
-    vocab_size = choose_vocab_size(cfg.vocab_size, characters)
+    sizes = known_characters(data)
+    vocab_size = choose_vocab_size(cfg.vocab_size, sum(sizes) if sizes else None)
     used = Used([0] * len(corpora))
     start = time.monotonic()
-    total = min(cfg.max_chars, characters) if characters else None
+    total = characters_to_read(sizes, data.shares, cfg.max_chars) if sizes else None
     with Progress(tr("read {name}", name=data.name), total, tr("characters")) as progress:
 
         def counted() -> Iterator[str]:
@@ -166,13 +169,27 @@ def sample(
     """Yield documents to train on, and count them in `used`.
 
     Each is cut to `cfg.doc_cap` characters, and reading stops once `cfg.max_chars` characters are
-    read. Each of several corpora gives its share of the characters, until one of the corpora ends.
+    read. Each of several corpora gives its share of the characters. As in training, one that ends
+    early is read again, until all have been read once.
     """
+    unread = set(range(len(corpora)))
+
+    def read_once(k: int) -> Iterator[str]:
+        for number, path in enumerate(corpora[k], start=1):
+            used.shards[k] = max(used.shards[k], number)
+            for text in texts([path]):
+                yield text[: cfg.doc_cap]
 
     def read(k: int) -> Iterator[str]:
-        for path in corpora[k]:
-            used.shards[k] += 1
-            yield from texts([path])
+        first_documents: list[str] = []
+        for text in read_once(k):
+            if len(first_documents) <= FEW_DOCUMENTS:
+                first_documents.append(text)
+            yield text
+        unread.discard(k)
+        while unread and first_documents:
+            is_small = len(first_documents) <= FEW_DOCUMENTS
+            yield from first_documents if is_small else read_once(k)
 
     readers = [read(k) for k in range(len(corpora))]
     characters = [0] * len(corpora)
@@ -182,22 +199,27 @@ def sample(
         text = next(readers[k], None)
         if text is None:
             return
-        text = text[: cfg.doc_cap]
         characters[k] += len(text)
         used.characters += len(text)
         used.documents += 1
         yield text
 
 
-def known_characters(data: Data) -> int | None:
-    """Return about how many characters sample() could read without limits, or None if unknown."""
-    totals = []
-    for corpus, share in zip(data.corpora, data.shares, strict=True):
+def known_characters(data: Data) -> list[int] | None:
+    """Return the characters of each corpus that are for training, or None if one is unknown."""
+    sizes = []
+    for corpus in data.corpora:
         characters = read_about(corpus.folder).get("characters", {}).get("train")
         if characters is None:
             return None
-        totals.append(characters * sum(data.shares) // share)
-    return min(totals)
+        sizes.append(characters)
+    return sizes
+
+
+def characters_to_read(sizes: Sequence[int], shares: Sequence[int], most: int) -> int:
+    """Return about how many characters sample() reads of corpora with `sizes` characters."""
+    to_end = [size * sum(shares) // share for size, share in zip(sizes, shares, strict=True)]
+    return min(most, max(to_end))
 
 
 def choose_vocab_size(requested: int | Auto, characters: int | None) -> int:

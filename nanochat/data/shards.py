@@ -28,6 +28,8 @@ HELD_OUT = 50  # one document in 50 is held out for validation
 # With fewer documents, exactly this share of the different ones is held out, but at least one.
 SMALL_CORPUS = 1_000
 BATCH_CHARACTERS = 1 << 24  # in a list of documents, unless a single document is longer
+# Rows to unpack at a time. A file may store a long text once and repeat it in every row.
+FEW_ROWS = 50
 # Enough for a stable validation loss; further held-out documents go to training instead.
 VALIDATION_CHARACTERS = 20_000_000
 
@@ -98,6 +100,7 @@ class _Writer:
         self.characters = 0
         self.paths: list[Path] = []
         self._group: list[str] = []  # documents that are not in the file yet
+        self._group_characters = 0
         self._rows_in_file = 0
         self._file: pq.ParquetWriter | None = None
 
@@ -105,8 +108,10 @@ class _Writer:
         self._group.append(text)
         self.documents += 1
         self.characters += len(text)
+        self._group_characters += len(text)
         shard_is_full = self._rows_in_file + len(self._group) == self.rows_per_shard
-        if shard_is_full or len(self._group) == ROWS_PER_GROUP:
+        group_is_long = self._group_characters >= BATCH_CHARACTERS
+        if shard_is_full or group_is_long or len(self._group) == ROWS_PER_GROUP:
             self._write_group()
         if shard_is_full:
             self.close()
@@ -128,6 +133,7 @@ class _Writer:
         self._file.write_table(table)
         self._rows_in_file += len(self._group)
         self._group = []
+        self._group_characters = 0
 
     def close(self) -> None:
         """Write the remaining documents, and finish the current file."""
@@ -168,13 +174,7 @@ def write_shards(
         train.close()
         val.close()
         if not train.paths or not val.paths:
-            raise UserError(
-                tr(
-                    "a corpus needs at least two different documents, since one is held out "
-                    "for validation; got {documents} document(s). Add more text.",
-                    documents=train.documents + val.documents,
-                )
-            )
+            raise _too_few(train.documents + val.documents)
         files = {}
         for number, path in enumerate([*train.paths, *val.paths]):
             shard = path.rename(temporary / shard_name(number))
@@ -190,6 +190,26 @@ def write_shards(
         return content
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _too_few(documents: int) -> UserError:
+    """Return the refusal of a corpus whose documents would all be in the same split."""
+    if documents < SMALL_CORPUS:
+        return UserError(
+            tr(
+                "a corpus needs at least two different documents, since one is held out "
+                "for validation; got {documents} document(s). Add more text.",
+                documents=documents,
+            )
+        )
+    return UserError(
+        tr(
+            "a corpus needs at least two different documents, since one is held out for "
+            "validation; these {documents:,} repeat so few texts that none was chosen. Leave out "
+            "the copies, or add more text.",
+            documents=documents,
+        )
+    )
 
 
 def _replace(folder: Path, temporary: Path) -> None:
@@ -266,23 +286,32 @@ def read_column(
     path: Path,
     column: str,
     size: int = 1_000,
-) -> Iterator[list[Any]]:
-    """Yield the values of a parquet column, in lists of at most `size` values.
+) -> Iterator[list[str | None]]:
+    """Yield the texts of a parquet column, in lists of at most `size` texts.
 
-    A list of texts also has at most BATCH_CHARACTERS (16.8 million) characters, unless it is a
-    single longer text. Texts are read through dictionaries, so a repeated text that is stored once
-    is in memory once per list. Raises ValueError, OSError or ArrowException if the file is damaged.
+    A list also has at most BATCH_CHARACTERS (16.8 million) characters, unless it is a single longer
+    text. Raises ValueError, OSError or ArrowException if the file is damaged.
     """
     check_packing(path, [column])
-    with pq.ParquetFile(path, page_checksum_verification=True, read_dictionary=[column]) as file:
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        # With each batch of a categorical column, pyarrow copies all different texts so far.
+        is_categorical = pa.types.is_dictionary(file.schema_arrow.field(column).type)
+        rows_at_a_time = size if is_categorical else FEW_ROWS
         rows = 0
-        for batch in file.iter_batches(batch_size=size, columns=[column]):
+        texts: list[str | None] = []
+        characters = 0
+        for batch in file.iter_batches(batch_size=rows_at_a_time, columns=[column]):
             rows += batch.num_rows
-            values = batch.column(0)
-            if isinstance(values, pa.DictionaryArray):
-                yield from _short_lists(_unfold(values))
-            else:
-                yield values.to_pylist()
+            for text in batch.column(0).to_pylist():
+                length = len(text or "")
+                if texts and (len(texts) == size or characters + length > BATCH_CHARACTERS):
+                    yield texts
+                    texts = []
+                    characters = 0
+                texts.append(text)
+                characters += length
+        if texts:
+            yield texts
         if rows != file.metadata.num_rows:  # no checksum covers the footer, which holds this count
             raise ValueError(
                 tr(
@@ -291,31 +320,6 @@ def read_column(
                     expected=file.metadata.num_rows,
                 )
             )
-
-
-def _unfold(values: pa.DictionaryArray) -> list[str | None]:
-    """Return the texts of a dictionary array; rows with the same index share one Python object."""
-    used = values.indices.unique()
-    used_texts = values.dictionary.take(used).to_pylist()
-    texts = dict(zip(used.to_pylist(), used_texts, strict=True))
-    return [texts[number] for number in values.indices.to_pylist()]
-
-
-def _short_lists(values: list[str | None]) -> Iterator[list[str | None]]:
-    """Split a list of texts, and yield lists of at most BATCH_CHARACTERS (16.8 million) characters.
-
-    A text that is longer than this gets its own list.
-    """
-    start = 0
-    characters = 0
-    for number, text in enumerate(values):
-        length = len(text or "")
-        characters += length
-        if characters > BATCH_CHARACTERS and number > start:
-            yield values[start:number]
-            start = number
-            characters = length
-    yield values[start:]
 
 
 def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
@@ -398,7 +402,15 @@ def _recorded(path: Path) -> dict[str, Any]:
 def _damaged(path: Path, why: str) -> UserError:
     """Return the error for a damaged shard, with the reason `why` and the command that fixes it."""
     about = read_about(path.parent)
-    make = about.get("make", "python -m nanochat.dataset ...")
+    make = about.get("make")
+    if make is None:  # no command made the shards: they were copied into the folder
+        return UserError(
+            tr(
+                "the shard {path} is damaged: {why}. Copy it again from its source.",
+                path=path,
+                why=why,
+            )
+        )
     # A downloaded shard can be fetched again alone; shards that were made here are made again
     # together.
     broken = path if about.get("kind") == "download" else path.parent

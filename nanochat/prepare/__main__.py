@@ -60,7 +60,7 @@ def main(cfg: Config) -> None:
     for corpus in data.corpora:
         if cleans:
             folder = Path(cfg.check_against) if cfg.check_against else None
-            clean(corpus, cfg.dedup, folder, cfg.drop_contaminated, cfg.num_workers)
+            clean(corpus, cfg.dedup, folder, cfg.drop_contaminated, cfg.num_workers, data.name)
         elif cfg.all_documents:
             take_back(corpus)
         for split in ("train", "val"):

@@ -20,11 +20,20 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import UserError, atomic_path, log, sha256_of, tr, write_atomic, write_json
+from nanochat.common import (
+    UserError,
+    atomic_path,
+    log,
+    sha256_of,
+    tr,
+    warn,
+    write_atomic,
+    write_json,
+)
 from nanochat.data.corpora import DROPPED, Corpus, list_of_dropped, shards
 from nanochat.data.shards import ABOUT, batches, check_sha256, count_rows, read_about
 from nanochat.prepare.minhash import Signatures, near_duplicates, signatures
-from nanochat.prepare.overlap import Passages, read_passages
+from nanochat.prepare.overlap import CHARACTERS, WORDS, Passages, read_passages
 from nanochat.prepare.token_files import locked
 from nanochat.prepare.workers import Message, Say, processes_for, serve, work
 from nanochat.runtime.progress import Progress
@@ -36,19 +45,34 @@ def clean(
     check_against: Path | None,
     drop_contaminated: bool,
     processes: int | None = None,
+    data: str | None = None,
 ) -> dict[str, Any]:
     """Screen a corpus, record which documents are left out, and return a dict with the counts.
 
     With `dedup`, documents that nearly equal an earlier one are left out; validation documents
     count as earlier than training documents. Documents that share a passage with an evaluation in
     the folder `check_against` are counted and, with `drop_contaminated`, left out. A call that only
-    counts documents does not change what an earlier call left out.
+    counts documents does not change what an earlier call left out. `data` is the value of --data in
+    the command that leaves out the same documents again; by default it is the name of the corpus.
 
     Raises UserError if a shard is damaged. Raises UserError (exit code 2) if the folder of
     evaluations cannot be used, or if this call leaves out documents but would restore others that
     an earlier call left out with `dedup` or `drop_contaminated`.
     """
     passages = read_passages(check_against) if check_against is not None else None
+    if passages is not None and passages.without:
+        warn(
+            tr(
+                "{folder} has no text to look for in {names}, so documents with questions of "
+                "these evaluations stay. Unpack archives: .parquet, .jsonl, .json, .csv and .tsv "
+                "files are read, and texts of at least {words} words or {characters} Chinese "
+                "characters are looked for.",
+                folder=check_against,
+                names=", ".join(passages.without),
+                words=WORDS,
+                characters=CHARACTERS,
+            )
+        )
     if dedup or drop_contaminated:
         earlier = read_about(corpus.folder).get(DROPPED, {})
         _refuse_to_take_back(earlier, dedup, drop_contaminated)
@@ -83,7 +107,7 @@ def clean(
                 )
             )
         else:
-            command = _command(corpus, dedup, check_against, drop_contaminated)
+            command = _command(data or corpus.name, dedup, check_against, drop_contaminated)
             summary = summary | {"make": command, "shards": _write_lists(paths, decision.dropped)}
             about[DROPPED] = summary
             write_json(corpus.folder / ABOUT, about)
@@ -155,13 +179,13 @@ def _refuse_other_evaluations(earlier: dict[str, Any], set_names: tuple[str, ...
 
 
 def _command(
-    corpus: Corpus,
+    data: str,
     dedup: bool,
     check_against: Path | None,
     drop_contaminated: bool,
 ) -> str:
     """Return the command line that leaves out the same documents again."""
-    command = f"python -m nanochat.prepare --data {quote(corpus.name)}"
+    command = f"python -m nanochat.prepare --data {quote(data)}"
     if dedup:
         command += " --dedup"
     if check_against is not None:

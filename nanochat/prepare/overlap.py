@@ -54,6 +54,7 @@ class Passages:
     names: tuple[str, ...]
     hashes: np.ndarray  # (passages,) uint64, sorted
     owners: np.ndarray  # (passages,) int64: the index in `names` of the set that each belongs to
+    without: tuple[str, ...]  # the subfolders in which no passage was found
 
     @cached_property
     def key(self) -> str:
@@ -88,8 +89,11 @@ def read_passages(folder: Path) -> Passages:
     folder = folder.expanduser()
     subfolders = []
     if folder.is_dir():
-        subfolders = sorted(path for path in folder.iterdir() if path.is_dir())
+        subfolders = sorted(
+            path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")
+        )
     names = []
+    without = []
     hashes = []
     owners = []
     for subfolder in subfolders:
@@ -98,6 +102,8 @@ def read_passages(folder: Path) -> Passages:
             hashes.append(set_hashes)
             owners.append(np.full(len(set_hashes), len(names)))
             names.append(subfolder.name)
+        else:
+            without.append(subfolder.name)
     if not names:
         raise UserError(
             tr(
@@ -113,7 +119,7 @@ def read_passages(folder: Path) -> Passages:
     all_hashes = np.concatenate(hashes)
     all_owners = np.concatenate(owners)
     order = np.argsort(all_hashes, kind="stable")
-    return Passages(tuple(names), all_hashes[order], all_owners[order])
+    return Passages(tuple(names), all_hashes[order], all_owners[order], tuple(without))
 
 
 def _hashes_of_set(folder: Path) -> np.ndarray:
@@ -212,7 +218,7 @@ def _texts(path: Path) -> Iterator[str]:
         elif path.suffix == ".jsonl":
             yield from _jsonl_texts(path)
         else:
-            yield from _strings(parse_json(path.read_text("utf-8-sig")))
+            yield from _json_texts(path)
     except (OSError, ValueError, csv.Error, pa.ArrowException) as failure:
         raise UserError(
             tr(
@@ -236,6 +242,15 @@ def _csv_texts(path: Path) -> Iterator[str]:
     with open(path, encoding="utf-8-sig", newline="") as file:
         for row in csv.reader(file, delimiter=delimiter):
             yield from row
+
+
+def _json_texts(path: Path) -> Iterator[str]:
+    try:
+        value = parse_json(path.read_text("utf-8-sig"))
+    except ValueError:  # many files with a value per line are called .json
+        yield from _jsonl_texts(path)
+        return
+    yield from _strings(value)
 
 
 def _jsonl_texts(path: Path) -> Iterator[str]:

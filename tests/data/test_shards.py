@@ -41,6 +41,31 @@ def test_every_document_comes_back_once(tmp_path):
     assert listing(tmp_path) == ["c"]
 
 
+def held_bytes(path: Path) -> int:
+    """The most memory that texts take inside pyarrow while all of a shard is read."""
+    before = pa.total_allocated_bytes()
+    return max(pa.total_allocated_bytes() - before for _ in batches(path))
+
+
+def test_reading_holds_a_few_texts_and_not_all_of_a_shard(tmp_path):
+    """Pyarrow refuses more than 2 GiB of texts in one array; a long text may be stored once and repeated in each row."""
+    words = "".join(map(str, range(3_000)))
+    documents = {"distinct": [f"{i} {words}" for i in range(2_000)], "repeated": [100 * words] * 2_000}
+    for name, most in [("distinct", 15_000_000), ("repeated", 300_000_000)]:
+        path = tmp_path / f"{name}.parquet"
+        table = pa.table({"text": documents[name]})
+        pq.write_table(table, path, row_group_size=100, use_dictionary=name == "repeated")
+        assert held_bytes(path) < most < sum(map(len, documents[name])), name
+
+
+def test_long_documents_make_small_row_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "BATCH_CHARACTERS", 100)
+    write_shards(tmp_path / "c", MANY[:200])
+    first = pq.ParquetFile(shard_paths(tmp_path / "c")[0]).metadata
+    assert [first.row_group(i).num_rows for i in range(3)] == [8, 8, 8]
+    assert Counter(texts(shard_paths(tmp_path / "c"))) == Counter(MANY[:200])
+
+
 def held_out(folder: Path) -> set[str]:
     return set(texts(shard_paths(folder)[-1:]))
 
@@ -71,6 +96,13 @@ def test_a_corpus_needs_two_different_documents(tmp_path, documents):
     with pytest.raises(UserError, match="at least two different documents"):
         write_shards(tmp_path / "c", documents)
     assert listing(tmp_path) == []
+
+
+def test_many_copies_of_few_texts_are_refused_with_the_reason(tmp_path):
+    """Whether one of few texts is held out is chance, as it follows from a hash of the text."""
+    write_shards(tmp_path / "once", [f"text {i}" for i in range(10)])
+    with pytest.raises(UserError, match="these 1,500 repeat so few texts that none was chosen"):
+        write_shards(tmp_path / "often", [f"text {i % 10}" for i in range(1_500)])
 
 
 def test_a_failure_leaves_the_old_corpus_and_nothing_half_written(tmp_path):
@@ -132,5 +164,5 @@ def test_a_shard_without_the_column_or_without_a_note_of_its_own(tmp_path):
     assert list(batches(path)) == [["x", "y"]]
     check_sha256(path)
     path.unlink()
-    with pytest.raises(UserError, match="it is missing"):
+    with pytest.raises(UserError, match=r"is damaged: it is missing\. Copy it again from its source\.$"):
         list(batches(path))

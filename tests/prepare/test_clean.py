@@ -74,10 +74,13 @@ def test_contaminated_documents_are_counted_and_left_out_only_when_asked(
         (sets / name).mkdir(parents=True)
         rows = [json.dumps({"question": ORIGINALS[n][: 60 if n % 2 else 600]}) for n in numbers]
         (sets / name / "test.jsonl").write_text("\n".join(rows))
+    (sets / "cmmlu").mkdir()
     about = clean(corpus, False, sets, False)
     assert about["check_against"] == {"ceval-exam": 3, "gsm8k": 2} and about["documents"] == 0
     assert read_about(corpus.folder)["dropped"]["contaminated"] == 5
-    assert "5 of 390 documents hold a passage of an evaluation (ceval-exam 3, gsm8k 2)" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "5 of 390 documents hold a passage of an evaluation (ceval-exam 3, gsm8k 2)" in said.out
+    assert "has no text to look for in cmmlu, so documents with questions of these evaluations stay" in said.err
     assert len(tokens_of(corpus)) == 390
     about = clean(corpus, True, sets, True, processes=2)
     assert about["documents"] == len(COPIES) + 5
@@ -146,6 +149,13 @@ def test_a_damaged_list_is_refused_with_the_command_that_makes_it(corpus: Corpus
         UserError, match=r"is damaged\. Make it again with: python -m nanochat\.prepare --data c --dedup"
     ):
         tokens_of(corpus)
+
+
+def test_of_a_mixture_the_command_that_screens_again_names_the_mixture_whose_tokenizer_is_there(corpus: Corpus) -> None:
+    make_corpus(name="d")
+    TOKENIZER.save(tokenizer_dir("c,d"))
+    main(Config(data="c,d", dedup=True))
+    assert read_about(corpus.folder)["dropped"]["make"] == "python -m nanochat.prepare --data c:1,d:1 --dedup"
 
 
 def test_flags_that_contradict_each_other_are_refused() -> None:

@@ -85,8 +85,10 @@ def test_files_of_every_kind_are_read_and_files_for_training_are_not(tmp_path: P
     (tmp_path / "s" / "dev.csv").write_text(f'id,question\n1,"{texts[2]}"\n')
     (tmp_path / "s" / "val.json").write_text(json.dumps([{"a": {"b": texts[3]}}]))
     write(tmp_path, "s/train.jsonl", {"q": f"only here {texts[4]} and nowhere else in the world, says the last of us"})
+    lines = [json.dumps({"q": text}) for text in ("short", f"of a line {texts[4]}")]
+    (tmp_path / "s" / "test.json").write_text("\n".join(lines))  # as in CLUE
     found = read_passages(tmp_path)
-    for text in texts[:4]:
+    for text in [*texts[:4], f"of a line {texts[4]}"]:
         assert named(found, text) == {"s"}
     assert named(found, "here and nowhere else in the world says the last of us who were here") == set()
 
@@ -102,6 +104,16 @@ def test_what_is_rare_in_intact_files_is_read(tmp_path: Path, name: str) -> None
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / name).write_text(body, encoding="utf-8-sig")
     assert named(read_passages(tmp_path), f"here {QUESTION}") == {"s"}
+
+
+def test_evaluations_in_which_nothing_is_found_are_listed(tmp_path: Path) -> None:
+    sets = tmp_path / "sets"
+    for name in ("cmmlu/cmmlu_v1_0_1.zip", "humaneval/HumanEval.jsonl.gz", ".cache/a.txt"):
+        (sets / name).parent.mkdir(parents=True)
+        (sets / name).write_bytes(b"")
+    write(sets, "a/test.jsonl", {"q": QUESTION})
+    found = read_passages(sets)
+    assert found.names == ("a",) and found.without == ("cmmlu", "humaneval")
 
 
 def test_a_folder_without_evaluations_and_a_damaged_file_are_refused(tmp_path: Path) -> None:

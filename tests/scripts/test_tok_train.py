@@ -7,7 +7,7 @@ import pytest
 
 from nanochat.common import UserError, base_dir, read_json
 from nanochat.data.corpora import resolve, shards
-from nanochat.data.shards import shard_paths, write_shards
+from nanochat.data.shards import shard_paths, texts, write_shards
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from scripts import tok_train
 from scripts.tok_train import Config, Used, train
@@ -118,13 +118,13 @@ def test_the_vocabulary_is_exported_after_training_and_when_it_is_there(folder, 
         assert (tmp_path / name / "huggingface" / "tokenizer.json").exists()
 
 
-def test_a_mixture_is_read_by_its_weights_until_one_corpus_ends(folder, monkeypatch):
+def test_a_mixture_is_read_by_its_weights_until_all_corpora_have_ended(folder, monkeypatch):
     documents = ["zz yy xx " * 10 for _ in range(3)] + DOCUMENTS[:300]
     write_shards(base_dir() / "base_data" / "d", documents, rows_per_shard=90)
     first = train(Config(data="c:0.75,d:0.25", vocab_size=500))
     assert Tokenizer.load(tokenizer_dir("c,d")).hash == first.hash
     section = read_json(base_dir() / "report" / "sections" / "tok_train.json")
-    assert section["settings"]["data"] == "c:3,d:1" and section["shards"] == 4 + 3
+    assert section["settings"]["data"] == "c:3,d:1" and section["shards"] == 4 + 4
     monkeypatch.setattr(tok_train.Tokenizer, "train", no_training)
     assert train(Config(data="c:3,d:1", vocab_size=500)).hash == first.hash
     with pytest.raises(AssertionError, match="done before"):
@@ -140,3 +140,18 @@ def test_each_corpus_of_a_mixture_gives_its_share_of_the_characters(folder):
         of_d = sum(len(text) for text in some if "only in d" in text)
         assert abs(of_d - used.characters * shares[1] / sum(shares)) < 300
         assert used.documents == len(some) and used.characters == sum(map(len, some)) < 20_300
+
+
+@pytest.mark.parametrize("few", [2, 5])
+def test_a_small_corpus_of_a_mixture_is_read_again_until_the_large_one_has_been_read(folder, monkeypatch, few):
+    monkeypatch.setattr(tok_train, "FEW_DOCUMENTS", few)
+    own = [f"{i} " + "only in d " * 9 for i in range(4)]
+    write_shards(base_dir() / "base_data" / "d", own)
+    corpora = [shards(resolve(name), "train") for name in "cd"]
+    used = Used([0, 0])
+    some = list(tok_train.sample(corpora, (1, 1), Config(doc_cap=80), used))
+    of_d = [text for text in some if "only in d" in text]
+    assert set(of_d) <= {text[:80] for text in own} and len(set(of_d)) == 3
+    assert {text[:80] for text in texts(corpora[0])} <= set(some)
+    assert abs(len(of_d) * 80 / used.characters - 0.5) < 0.01 and used.shards == [4, 1]
+    assert abs(tok_train.characters_to_read([55_000, 240], (1, 1), 10**9) / used.characters - 1) < 0.1
