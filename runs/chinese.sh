@@ -87,7 +87,7 @@ else
 fi
 echo
 tell "== what the run needs: $data, files in $base" "== 这次训练需要的资源：$data，文件放在 $base"
-python -m scripts.preflight --data "$data" --shards "$shards" "${size[@]}" --vocab_size "$vocabulary" \
+python -m scripts.preflight --data "$data" --shards "$shards" --from "$from" "${size[@]}" --vocab_size "$vocabulary" \
     --tokens "$tokens" --devices "$devices" --model_tag "$tag" "${conversations[@]}"
 if [ -n "$plan" ]; then exit 0; fi
 

@@ -61,7 +61,7 @@ cores=$(python -c 'from nanochat.data.limits import cores; print(cores())')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 4 ? 4 : cores))}
 echo
 tell "== what the run needs: $data, files in $base" "== 这次训练需要的资源：$data，文件放在 $base"
-python -m scripts.preflight --data "$data" --shards "$shards" "${size[@]}" --vocab_size "$vocabulary" \
+python -m scripts.preflight --data "$data" --shards "$shards" --from "$from" "${size[@]}" --vocab_size "$vocabulary" \
     --tokens $((steps * batch)) --conversations tinyworld
 if [ -n "$plan" ]; then exit 0; fi
 

@@ -242,6 +242,8 @@ def test_the_recipes_run_every_stage_with_flags_that_exist(
         assert fetched == corpora
         modules = [line.partition("scripts.")[2].split()[0] for line in said if "scripts." in line]
         assert modules[0] == "preflight" and modules[1] == "tok_train" and "chat_sft" in modules
+        origins = {line.rpartition(" --from ")[2] for line in fetched if "--from" in line}
+        assert all(f" --from {origin} " in next(line for line in said if "preflight" in line) for origin in origins)
         data = next(line for line in said if "tok_train" in line).split()[4]
         assert all(f"--data {data} " in line for line in said if "preflight" in line or "base_train" in line)
 
