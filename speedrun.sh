@@ -28,8 +28,8 @@
 # 数据、检查点和报告放在 NANOCHAT_BASE_DIR（默认 ~/.cache/nanochat）。
 
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
-source setup_env.sh
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
+source ./setup_env.sh
 source runs/sizes.sh
 source runs/words.sh
 

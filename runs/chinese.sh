@@ -21,7 +21,7 @@
 
 set -euo pipefail
 typed_in=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
 
 preset=full data=fineweb-zh:0.6,fineweb:0.4 depth=12 shards='' from=hub mix='' plan=''

@@ -16,7 +16,7 @@
 # 会再次展示回答。
 
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 # shellcheck source=runs/common.sh
 source runs/common.sh
 

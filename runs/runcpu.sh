@@ -16,7 +16,7 @@
 # 停止之后再次输入，会继续。只用 TinyWorld 时，请输入 bash speedrun.sh。
 
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
 
 preset=full data=fineweb:0.5,tinyworld:0.5 steps=1500 shards=1 from=hub plan=''

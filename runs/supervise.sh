@@ -16,7 +16,7 @@
 
 set -euo pipefail
 typed_in=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 # shellcheck source=runs/common.sh
 source runs/common.sh
 

@@ -115,6 +115,17 @@ def test_help_is_in_the_language_that_is_chosen_and_shows_the_same_commands(scri
     ] == []
 
 
+@pytest.mark.parametrize("script", [name for name in HELPFUL if name.endswith(".sh")])
+def test_a_script_finds_its_own_folder_whatever_cdpath_and_path_hold(script: str, tmp_path: Path) -> None:
+    (tmp_path / ROOT.name / "runs").mkdir(parents=True)  # where `cd` would go first
+    (tmp_path / "setup_env.sh").write_text("exit 9\n")  # what `source setup_env.sh` would read first
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": "/nowhere", "CDPATH": str(tmp_path)}
+    command = ["bash", f"{ROOT.name}/{script}", "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT.parent)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == help_of(script)
+
+
 def test_speedrun_refuses_in_the_language_that_is_chosen() -> None:
     for language, start in (("zh", "错误：--preset "), ("en", "error: --preset ")):
         environment = {"PATH": os.environ["PATH"], "NANOCHAT_LANG": language, "PYTHONUTF8": "1"}
