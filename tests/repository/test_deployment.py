@@ -278,6 +278,29 @@ def test_a_recipe_says_what_it_needs_before_it_starts(clone: Clone, script: str)
     assert code == 0 and f"bash runs/{script}" in "\n".join(lines)
 
 
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("chinese.sh", ("--preset", "tiny", "--data", "mine")),
+        ("chinese.sh", ("--shards=4", "--preset=tiny")),
+        ("chinese.sh", ("--preset", "cpu", "--depth", "6")),
+        ("runcpu.sh", ("--preset", "tiny", "--steps", "100")),
+        ("runcpu.sh", ("--data", "mine", "--preset", "tiny")),
+    ],
+)
+def test_a_recipe_refuses_a_flag_that_its_preset_sets(clone: Clone, script: str, flags: tuple[str, ...]) -> None:
+    code, lines, errors = clone.run(script, *flags, **CPU)
+    assert (code, lines) == (2, []) and re.search(r"^error: --preset \w+ sets --\w+ itself; leave --\w+ out\n$", errors)
+
+
+def test_a_recipe_forgets_the_costs_of_earlier_runs_before_its_first_stage(clone: Clone) -> None:
+    for script in ("chinese.sh", "runcpu.sh"):
+        _, lines, _ = clone.run(script, "--preset", "tiny", **CPU)
+        first = next(number for number, line in enumerate(lines) if "nanochat.runtime.cost" in line)
+        begun = [number for number, line in enumerate(lines) if line.startswith("python -m nanochat.report begin --key ")]
+        assert len(begun) == 1 and begun[0] < first
+
+
 def test_a_recipe_reads_your_file_from_the_folder_it_was_typed_in_or_refuses_it_at_once(clone: Clone) -> None:
     home = clone.root.parent / "my folder"
     home.mkdir()
