@@ -198,6 +198,7 @@ hand_on_index() { # passes pip's settings (a mirror, a folder of wheels) to uv; 
     value=$(pip_setting no-index)
     case $value in 1 | [Tt]rue | [Yy]es | on) export UV_NO_INDEX=1 ;; esac
     export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180} UV_PYTHON_DOWNLOADS=never
+    export PIP_USER=0 # in an environment, pip refuses to install for the user, which some hosts set as the default
 }
 
 pin_of() { # START FILE: prints the pin of a lock file that begins with START, and its hashes
