@@ -325,6 +325,20 @@ def test_files_of_the_folder_that_a_command_was_typed_in_are_found(clone: Clone,
     assert found == "--model @Qwen3-0.6B --data own @chats.jsonl:3 @more.jsonl --lr=0.5 --mix=@more.jsonl"
 
 
+def test_a_supervised_run_resumes_where_find_is_that_of_macos(clone: Clone) -> None:
+    """That lacks -printf. The third start succeeds, and the first alone may start again from nothing."""
+    (clone.stubs / "find").write_text('#!/bin/bash\n[[ " $* " != *" -printf "* ]] && exec /usr/bin/find "$@"\n')
+    (clone.stubs / "find").chmod(0o755)
+    command = clone.root / "train.sh"
+    command.write_text('echo "$*" >>"$HOME/starts"\nstep=$(wc -l <"$HOME/starts")\n'
+                       'mkdir -p "$HOME/base/base_checkpoints/d2/step_00000$step"\n[ $step -eq 3 ]\n')  # fmt: skip
+    limits = {"SUPERVISE_TRIES": "1", "SUPERVISE_PAUSE": "0", "NANOCHAT_BASE_DIR": str(clone.root / "base")}
+    code, _, errors = clone.run("supervise.sh", "bash", str(command), "--resume=none", "--depth=2", **limits)
+    assert code == 0, errors
+    starts = (clone.root / "starts").read_text().splitlines()
+    assert starts == ["--resume=none --depth=2", "--depth=2", "--depth=2"]
+
+
 def test_a_script_passes_its_flags_on_but_not_to_set_up(clone: Clone) -> None:
     _, lines, _ = clone.run("train_with_fineweb.sh", "--num_iterations=10000", NPROC_PER_NODE="1")
     assert lines[0] == "setup_ascend []"
