@@ -297,7 +297,9 @@ def test_a_recipe_forgets_the_costs_of_earlier_runs_before_its_first_stage(clone
     for script in ("chinese.sh", "runcpu.sh"):
         _, lines, _ = clone.run(script, "--preset", "tiny", **CPU)
         first = next(number for number, line in enumerate(lines) if "nanochat.runtime.cost" in line)
-        begun = [number for number, line in enumerate(lines) if line.startswith("python -m nanochat.report begin --key ")]
+        begun = [
+            number for number, line in enumerate(lines) if line.startswith("python -m nanochat.report begin --key ")
+        ]
         assert len(begun) == 1 and begun[0] < first
 
 
