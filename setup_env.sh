@@ -15,7 +15,7 @@
 # --dev 还会安装测试工具。在昇腾主机上，这个脚本不选择 torch：setup_ascend.sh 选好成对的 torch 和 torch_npu，再传入
 # --npu 版本、--python-max 次版本号（有对应安装包的最新 Python 3）和 --numpy 1|2。
 
-SETUP_ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
+SETUP_ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 SETUP_VENV=$SETUP_ROOT/.venv
 
 # To bash before 4.4, such as macOS's 3.2, an empty array is an unset variable, and `set -u` would end the script.
@@ -198,6 +198,7 @@ hand_on_index() { # passes pip's settings (a mirror, a folder of wheels) to uv; 
     value=$(pip_setting no-index)
     case $value in 1 | [Tt]rue | [Yy]es | on) export UV_NO_INDEX=1 ;; esac
     export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180} UV_PYTHON_DOWNLOADS=never
+    export PIP_USER=0 # in an environment, pip refuses to install for the user, which some hosts set as the default
 }
 
 pin_of() { # START FILE: prints the pin of a lock file that begins with START, and its hashes

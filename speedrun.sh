@@ -28,8 +28,8 @@
 # 数据、检查点和报告放在 NANOCHAT_BASE_DIR（默认 ~/.cache/nanochat）。
 
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
-source setup_env.sh
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
+source ./setup_env.sh
 source runs/sizes.sh
 source runs/words.sh
 
@@ -207,6 +207,12 @@ trap 'interrupted=1' INT # on Ctrl-C a stage saves by itself and ends with code 
 reason_file=$(mktemp) # in which a stage leaves the reason of its failure, which it does not print then
 trap 'rm -f "$reason_file"' EXIT
 
+stop_if_interrupted() { # NAME of the stage
+    if [ -z "$interrupted" ]; then return; fi
+    tell "speedrun: stopped in the stage $1; type the same command again to resume" "speedrun：在阶段 $1 中停止；再次输入同一条命令即可继续" >&2
+    exit 130
+}
+
 run_stage() { # NAME COMMAND...: run a stage; each stage skips or resumes its own work
     local name=$1 code=0 reason
     shift
@@ -214,10 +220,7 @@ run_stage() { # NAME COMMAND...: run a stage; each stage skips or resumes its ow
     echo
     echo "== $name"
     NANOCHAT_REASON_FILE=$reason_file python -m nanochat.runtime.cost "$name" -- "$@" || code=$?
-    if [ -n "$interrupted" ]; then
-        tell "speedrun: stopped in the stage $name; type the same command again to resume" "speedrun：在阶段 $name 中停止；再次输入同一条命令即可继续" >&2
-        exit 130
-    fi
+    stop_if_interrupted "$name"
     if [ $code -ne 0 ]; then
         tell "speedrun: the stage $name ended with code $code; when the cause is gone, type the same command again to resume" "speedrun：阶段 $name 以退出码 $code 结束；排除原因后，再次输入同一条命令即可继续" >&2
         reason=$(cat "$reason_file")
@@ -364,7 +367,10 @@ gpt2)
     sft_flags=("$(fit target_examples_per_step 32)")
     rl_flags=("$(fit examples_per_step 16)")
     # With CORE's tasks here, base_train measures CORE as it trains.
-    python -m scripts.base_eval --download_only || tell "speedrun: without CORE's tasks the run has every other figure" "speedrun：没有 CORE 的题目，其他指标照常测量"
+    code=0
+    python -m scripts.base_eval --download_only || code=$?
+    stop_if_interrupted base_eval
+    [ $code -eq 0 ] || tell "speedrun: without CORE's tasks the run has every other figure" "speedrun：没有 CORE 的题目，其他指标照常测量"
     fineweb 130 24
     ;;
 esac

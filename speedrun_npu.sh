@@ -17,7 +17,7 @@
 # speedrun.sh 相同。随时可以停止：再次输入同一条命令就会继续。没有 NPU 的主机上改为运行 speedrun.sh。
 
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 source runs/words.sh
 
 flags=("$@")

@@ -12,8 +12,8 @@
 #   bash test.sh --quick tests/test_common.py -k atomic
 
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
-source setup_env.sh
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
+source ./setup_env.sh
 source runs/words.sh
 
 mode=full

@@ -10,7 +10,7 @@
 # architecture needs zig, and Rust's standard library for that architecture. nanochat is built in a copy of the tree
 # without files that git ignores, so that nothing left over from earlier builds gets into its wheel.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 mkdir -p "${1:-dist}"
 folder=$(cd "${1:-dist}" && pwd)
 

@@ -11,8 +11,8 @@
 #   requirements-numpy1.lock what replaces numpy 2, and the packages that need numpy 2, beside a CANN before 9.0
 #   requirements-pairs.lock  torch and torch_npu in every version that setup_ascend.sh may pick, for setup_env.sh to pick from
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source setup_env.sh
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+source ./setup_env.sh
 setup_env --dev
 
 scratch=$(mktemp -d)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 import socket
 import sys
@@ -449,16 +450,21 @@ def peak_flops(compute: Compute) -> tuple[float, str]:
 
     NANOCHAT_PEAK_TFLOPS overrides it. A known accelerator has its published or estimated dense
     peak. On any other device, including a CPU, the speed of matrix products is measured. Raises
-    UserError (exit code 2) if the variable is not a number.
+    UserError (exit code 2) if the variable is not a number above 0.
     """
     if override := os.environ.get("NANOCHAT_PEAK_TFLOPS"):
-        try:
-            return float(override) * 1e12, "NANOCHAT_PEAK_TFLOPS"
-        except ValueError as mistake:
+        peak = 0.0
+        with contextlib.suppress(ValueError):
+            peak = float(override) * 1e12
+        if not 0 < peak < math.inf:  # NaN is in no range
             raise UserError(
-                tr("NANOCHAT_PEAK_TFLOPS must be a number, got {override!r}", override=override),
+                tr(
+                    "NANOCHAT_PEAK_TFLOPS must be a number above 0, got {override!r}",
+                    override=override,
+                ),
                 exit_code=2,
-            ) from mistake
+            )
+        return peak, "NANOCHAT_PEAK_TFLOPS"
     return compute.platform.peak_flops() or _matmul_flops(compute)
 
 

@@ -7,7 +7,8 @@
 #   bash runs/chinese.sh --plan                                 only says what the run needs
 #   bash runs/chinese.sh --preset cpu                           4 layers of 256 channels, for a laptop; chats of TinyWorld
 #   bash runs/chinese.sh --preset tiny                          every stage in minutes, on TinyWorld, to see that it works
-# --depth N sets the number of layers, --shards N the files of each published corpus. Typed again after a stop, it resumes.
+# --depth N sets the number of layers of the full preset, --shards N the files of each published corpus. Typed again after
+# a stop, it resumes.
 
 # 从零训练一个会中文和英文的聊天模型：分词器、预训练、中期训练、监督微调，以及各项评测。
 #   bash runs/chinese.sh                                        12 层，十行里六行中文、四行英文
@@ -17,14 +18,14 @@
 #   bash runs/chinese.sh --plan                                 只说明这次训练要用多少资源
 #   bash runs/chinese.sh --preset cpu                           4 层、256 通道，适合笔记本电脑；对话来自 TinyWorld
 #   bash runs/chinese.sh --preset tiny                          在 TinyWorld 上几分钟跑遍每个阶段，看看是否一切正常
-# --depth N 设置层数，--shards N 设置每份公开语料的文件数。停止之后再次输入，会继续。
+# --depth N 设置完整预设的层数，--shards N 设置每份公开语料的文件数。停止之后再次输入，会继续。
 
 set -euo pipefail
 typed_in=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
 
-preset=full data=fineweb-zh:0.6,fineweb:0.4 depth=12 shards='' from=hub mix='' plan=''
+preset=full data='' depth='' shards='' from=hub mix='' plan=''
 while [ $# -gt 0 ]; do
     case $1 in
     --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
@@ -37,7 +38,7 @@ while [ $# -gt 0 ]; do
         ;;
     esac
 done
-chats=() few=() conversations=() size=(--depth "$depth") vocabulary=65536 tag="zh-d$depth" tokens=0
+chats=() few=() conversations=() vocabulary=65536 tokens=0
 if [ -n "$mix" ]; then
     case $mix in
     '~'/*) mix=$HOME/${mix#*/} ;;
@@ -51,8 +52,13 @@ if [ -n "$mix" ]; then
     chats=(--mix "$mix")
 fi
 case $preset in
-full) : "${shards:=16}" ;;
+full)
+    : "${depth:=12}" "${shards:=16}"
+    tag=zh-d$depth
+    size=(--depth "$depth")
+    ;;
 cpu)
+    refuse_flags cpu depth
     : "${shards:=1}"
     tag=zh-cpu vocabulary=16384 tokens=4915200
     size=(--depth=4 --model_dim=256 --head_dim=64 --max_seq_len=512)
@@ -60,6 +66,7 @@ cpu)
     conversations=(--conversations tinyworld)
     ;;
 tiny)
+    refuse_flags tiny data depth shards
     data=tinyworld shards=0 tag=zh-tiny vocabulary=1024 tokens=82000
     size=(--depth=2 --model_dim=64 --head_dim=32 --max_seq_len=256)
     few=(--num_iterations=10 --no_compile)
@@ -69,6 +76,7 @@ tiny)
     exit 2
     ;;
 esac
+: "${data:=fineweb-zh:0.6,fineweb:0.4}"
 
 sft_tag=$tag # of the fine-tuned model, as chat_sft would name it
 if [ -n "$mix" ]; then
@@ -87,9 +95,10 @@ else
 fi
 echo
 tell "== what the run needs: $data, files in $base" "== 这次训练需要的资源：$data，文件放在 $base"
-python -m scripts.preflight --data "$data" --shards "$shards" "${size[@]}" --vocab_size "$vocabulary" \
+python -m scripts.preflight --data "$data" --shards "$shards" --from "$from" "${size[@]}" --vocab_size "$vocabulary" \
     --tokens "$tokens" --devices "$devices" --model_tag "$tag" "${conversations[@]}"
 if [ -n "$plan" ]; then exit 0; fi
+python -m nanochat.report begin --key "chinese:$sft_tag:$data" # drops the costs of earlier runs
 
 if [ "$preset" = cpu ]; then fetch "$data,tinyworld" "$shards" "$from"; else fetch "$data" "$shards" "$from"; fi
 stage tok_train python -m scripts.tok_train --data "$data" --vocab_size "$vocabulary"

@@ -100,3 +100,13 @@ flag() { # NAME VALUE, as "$1" "${2-}": set the variable of a flag; 2 words are 
     fi
     printf -v "$1" %s "$2"
 }
+
+refuse_flags() { # PRESET NAME...: end the script if a flag is given whose value the preset sets
+    local name
+    for name in "${@:2}"; do
+        if [ -n "${!name}" ]; then
+            tell "error: --preset $1 sets --$name itself; leave --$name out" "错误：--preset $1 已固定 --$name 的值；请去掉 --$name" >&2
+            exit 2
+        fi
+    done
+}

@@ -12,7 +12,7 @@
 #   HF_ENDPOINT=https://hf-mirror.com bash runs/download_fineweb_data.sh 8
 
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
 case ${1:-} in -h | --help) show_help runs/download_fineweb_data.sh ;; esac
 

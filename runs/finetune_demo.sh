@@ -16,24 +16,27 @@
 # 会再次展示回答。
 
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+typed_in=$PWD
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 # shellcheck source=runs/common.sh
 source runs/common.sh
 
-model=
+model='' out_tag=lighthouse
 flags=()
 while [ $# -gt 0 ]; do
     case $1 in
     --model=*) flag model "${1#*=}" && shift ;;
     --model) flag model "${2-}" && shift 2 ;;
+    --out_tag=* | --out-tag=*) flag out_tag "${1#*=}" && shift ;;
+    --out_tag | --out-tag) flag out_tag "${2-}" && shift 2 ;;
     -h | --help) show_help runs/finetune_demo.sh ;;
-    *) flags+=("$1") && shift ;;
+    *) flags+=("$(from_here "$typed_in" "$1")") && shift ;;
     esac
 done
+model=$(from_here "$typed_in" "$model")
 prepare
 # shellcheck disable=SC2154  # prepare sets `base`
 demo=$base/finetune_demo
-tag=lighthouse
 mkdir -p "$demo"
 
 fetch_smollm2() { # set `model` to the folder of SmolLM2, which is made on the first call
@@ -70,7 +73,7 @@ ask() { # FLAGS...: ask a model a question of each kind that the data has in oth
 }
 
 if [ -z "$model" ]; then fetch_smollm2; fi
-before=$demo/before-$(basename "$model")
+before=$demo/before-$(basename "$model")-$(cksum <<<"$model" | cut -d " " -f 1)
 if [ ! -e "$before" ]; then
     echo
     tell "== before fine-tuning" "== 微调之前"
@@ -79,8 +82,8 @@ if [ ! -e "$before" ]; then
 fi
 echo
 tell "== fine-tuning" "== 微调"
-train tune scripts.finetune --model "$model" --data runs/finetune_demo.jsonl --out_tag "$tag" "${flags[@]}"
-ask -i tune -g "$tag" >"$demo/after"
+train tune scripts.finetune --model "$model" --data runs/finetune_demo.jsonl --out_tag "$out_tag" "${flags[@]}"
+ask -i tune -g "$out_tag" >"$demo/after"
 
 echo
 tell "== before fine-tuning" "== 微调之前"
@@ -89,7 +92,7 @@ echo
 tell "== after fine-tuning" "== 微调之后"
 cat "$demo/after"
 echo
-python - "$base/tuned_checkpoints/$tag/metrics.jsonl" <<'PYTHON'
+python - "$base/tuned_checkpoints/$out_tag/metrics.jsonl" <<'PYTHON'
 import json
 import sys
 
@@ -117,5 +120,5 @@ PYTHON
 echo
 tell "Chat with it, in English:" "用英文和它聊天："
 echo "  $(activation)"
-echo "  python -m scripts.chat_cli -i tune -g $tag"
-echo "  python -m scripts.chat_web -i tune -g $tag"
+echo "  python -m scripts.chat_cli -i tune -g $out_tag"
+echo "  python -m scripts.chat_web -i tune -g $out_tag"

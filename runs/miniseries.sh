@@ -12,10 +12,10 @@
 #   bash runs/miniseries.sh --data NAME        换用另一份已经准备好、并有分词器的语料
 
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source runs/words.sh
 case ${1:-} in -h | --help) show_help runs/miniseries.sh ;; esac
-source setup_env.sh
+source ./setup_env.sh
 # shellcheck disable=SC2119  # setup_env must not get the flags of this script
 setup_env
 export OMP_WAIT_POLICY=PASSIVE

@@ -13,7 +13,7 @@
 
 set -euo pipefail
 typed_in=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
 
 case ${1:-} in

@@ -12,7 +12,7 @@
 #   NPROC_PER_NODE=4 bash runs/quick_fineweb_test.sh
 
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
 
 shards=4 flags=()

@@ -14,10 +14,10 @@
 #   bash runs/rl_control.sh --quick   每种只短短运行一次，看看是否一切正常
 
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source runs/words.sh
 case ${1:-} in -h | --help) show_help runs/rl_control.sh ;; esac
-source setup_env.sh
+source ./setup_env.sh
 # shellcheck disable=SC2119  # setup_env must not get the flags of this script
 setup_env
 export OMP_WAIT_POLICY=PASSIVE

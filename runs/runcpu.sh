@@ -16,10 +16,10 @@
 # 停止之后再次输入，会继续。只用 TinyWorld 时，请输入 bash speedrun.sh。
 
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
 
-preset=full data=fineweb:0.5,tinyworld:0.5 steps=1500 shards=1 from=hub plan=''
+preset=full data='' steps='' shards='' from=hub plan=''
 while [ $# -gt 0 ]; do
     case $1 in
     --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
@@ -32,16 +32,13 @@ while [ $# -gt 0 ]; do
         ;;
     esac
 done
-if ! [[ $steps =~ ^[1-9][0-9]*$ ]]; then
-    tell "error: --steps must be a number above 0, got $steps" "错误：--steps 必须大于 0，得到的是 $steps" >&2
-    exit 2
-fi
 tag=cpu vocabulary=8192 batch=8192 few=()
 size=(--depth=4 --model_dim=256 --head_dim=64 --max_seq_len=512)
 sft=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=320)
 case $preset in
-full) ;;
+full) : "${data:=fineweb:0.5,tinyworld:0.5}" "${steps:=1500}" "${shards:=1}" ;;
 tiny)
+    refuse_flags tiny data steps shards
     data=tinyworld shards=0 tag=cpu-tiny vocabulary=1024 batch=2048 steps=20
     size=(--depth=2 --model_dim=64 --head_dim=32 --max_seq_len=256)
     few=(--no_compile)
@@ -52,6 +49,10 @@ tiny)
     exit 2
     ;;
 esac
+if ! [[ $steps =~ ^[1-9][0-9]*$ ]]; then
+    tell "error: --steps must be a number above 0, got $steps" "错误：--steps 必须大于 0，得到的是 $steps" >&2
+    exit 2
+fi
 
 export NANOCHAT_DEVICE=cpu
 prepare
@@ -61,9 +62,10 @@ cores=$(python -c 'from nanochat.data.limits import cores; print(cores())')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 4 ? 4 : cores))}
 echo
 tell "== what the run needs: $data, files in $base" "== 这次训练需要的资源：$data，文件放在 $base"
-python -m scripts.preflight --data "$data" --shards "$shards" "${size[@]}" --vocab_size "$vocabulary" \
+python -m scripts.preflight --data "$data" --shards "$shards" --from "$from" "${size[@]}" --vocab_size "$vocabulary" \
     --tokens $((steps * batch)) --conversations tinyworld
 if [ -n "$plan" ]; then exit 0; fi
+python -m nanochat.report begin --key "cpu:$tag:$data" # drops the costs of earlier runs
 
 fetch "$data" "$shards" "$from"
 stage tok_train python -m scripts.tok_train --data "$data" --vocab_size "$vocabulary"

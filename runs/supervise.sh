@@ -16,7 +16,7 @@
 
 set -euo pipefail
 typed_in=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 # shellcheck source=runs/common.sh
 source runs/common.sh
 
@@ -48,7 +48,7 @@ saved() { # print a checksum of the checkpoints, which changes with every save
     local home=${HOME:-~} base
     base=${NANOCHAT_BASE_DIR:-$home/.cache/nanochat}
     case $base in '~'/*) base=$home/${base#*/} ;; esac
-    { find -L "$base" -maxdepth 3 -path '*_checkpoints/*/step_*' -printf '%p %T@\n' 2>/dev/null || true; } | sort | cksum
+    { find -L "$base" -maxdepth 3 -path '*_checkpoints/*/step_*' -exec ls -ld {} + 2>/dev/null || true; } | sort | cksum
 }
 
 without_resume() { # take --resume and its value out of the command's words

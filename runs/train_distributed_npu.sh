@@ -12,7 +12,7 @@
 set -euo pipefail
 # Names of files on the command line are meant from where it was typed, not from the root of the repository.
 typed_in=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
 case ${1:-} in -h | --help) show_help runs/train_distributed_npu.sh ;; esac
 

@@ -10,7 +10,7 @@
 #   bash runs/train_with_fineweb.sh --num_iterations=10000
 
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
 case ${1:-} in -h | --help) show_help runs/train_with_fineweb.sh ;; esac
 

@@ -8,6 +8,9 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from nanochat import device
 from nanochat.checkpoint_manager.families import on_meta
@@ -17,6 +20,7 @@ from nanochat.common import UserError, base_dir, log, tr
 from nanochat.data.command_line import run
 from nanochat.data.mixing import unweighted
 from nanochat.data.shards import shard_paths
+from nanochat.data.sources.hub import Host
 from nanochat.data.sources.published import SOURCES, Source
 from nanochat.device import Compute
 from nanochat.evals.core import find_bundle
@@ -47,6 +51,8 @@ class Config:
     shards: int = 0
     """Training shards that the run downloads of each published corpus in --data.
     Default: 0, for corpora that are already here."""
+    host: Annotated[Host, tyro.conf.arg(name="from")] = "hub"
+    """Where the run downloads them from, as nanochat.dataset's --from."""
     family: Family = "gpt"
     """Kind of model that the run trains, as base_train's --family."""
     depth: int = 20
@@ -99,15 +105,16 @@ def published(cfg: Config) -> list[Source]:
 def data_of(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the name and the place of each data set that the run needs from outside.
 
-    The place says where this machine gets the data set: "NANOCHAT_TASK_DIR", "cache", "hub", or ""
-    for nowhere.
+    The place says where this machine gets the data set: "NANOCHAT_TASK_DIR", "cache", "hub" (which
+    is ModelScope if --from says so), or "" for nowhere. Raises UserError (exit code 2) if --from
+    names a host that has no copy of a corpus.
     """
     for source in published(cfg):
         shards = shard_paths(base_dir() / "base_data" / source.name)
         missing = cfg.shards + 1 - len(shards)  # one more is for validation
         if missing > 0:
             try:
-                place = "hub" if answers(source.url(source.validation)) else ""
+                place = "hub" if answers(source.url(source.validation, cfg.host)) else ""
             except OSError:
                 place = ""
             yield tr("{corpus}, {count} shards", corpus=source.title, count=missing), place

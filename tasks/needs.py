@@ -57,7 +57,8 @@ def answers(url: str) -> bool:
 
     if config.HF_HUB_OFFLINE:
         raise ConnectionError("HF_HUB_OFFLINE is set")
-    request = urllib.request.Request(url, method="HEAD")
+    # Not HEAD: an address may be signed for GET alone.
+    request = urllib.request.Request(url, headers={"Range": "bytes=0-0"})
     try:
         with urllib.request.urlopen(request, timeout=HUB_SECONDS):
             return True

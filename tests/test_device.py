@@ -233,9 +233,10 @@ def test_the_peak_is_measured_on_a_host_and_read_for_a_known_gpu(monkeypatch: py
 def test_the_peak_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOCHAT_PEAK_TFLOPS", "313")
     assert device.peak_flops(CPU) == (313e12, "NANOCHAT_PEAK_TFLOPS")
-    monkeypatch.setenv("NANOCHAT_PEAK_TFLOPS", "fast")
-    with pytest.raises(UserError, match="NANOCHAT_PEAK_TFLOPS must be a number, got 'fast'"):
-        device.peak_flops(CPU)
+    for word in ("fast", "0", "-1", "nan", "inf"):
+        monkeypatch.setenv("NANOCHAT_PEAK_TFLOPS", word)
+        with pytest.raises(UserError, match=f"NANOCHAT_PEAK_TFLOPS must be a number above 0, got '{word}'"):
+            device.peak_flops(CPU)
 
 
 # --- the compiler --------------------------------------------------------------------------------

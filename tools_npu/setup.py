@@ -389,7 +389,10 @@ def check_permissions(
     is_member = host.may_use_devices(env, os.geteuid(), os.getgroups())
     if is_member and not unusable:
         return
-    user = getpass.getuser()
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a user without a name
+        user = str(os.geteuid())
     remedy = f"sudo usermod -aG {host.GROUP} {user}"
     english = f"{user} is not in the group {host.GROUP}"
     chinese = f"用户 {user} 不在 {host.GROUP} 组里"

@@ -107,6 +107,7 @@ def forecasts(tunings: Sequence[Tuning]) -> Iterator[Memory]:
     environment |= {
         "NANOCHAT_DEVICE": "cpu",
         "NANOCHAT_DTYPE": "float32",
+        "NANOCHAT_KERNELS": "plain",  # the user's choice is for another device
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }

@@ -22,7 +22,7 @@ from nanochat.report.compare import compare, load_run, named
 from nanochat.report.curves import draw
 from nanochat.report.html import page
 from nanochat.report.markdown import cell, markdown
-from nanochat.report.sections import current_sections, report_dir
+from nanochat.report.sections import current_sections, report_dir, trained_after
 from nanochat.report.summary import (
     columns,
     environment,
@@ -42,7 +42,8 @@ def generate(key: str = "") -> Path:
     folder = report_dir()
     sections = current_sections()
     costs = read_stages()
-    if not costs.keys() & sections.keys():  # they are of an earlier run than the newest sections
+    # They are of an earlier run than the newest sections.
+    if not costs.keys() & sections.keys() or trained_after(sections, stages_file()):
         costs = {}
     if not sections:
         raise UserError(

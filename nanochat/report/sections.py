@@ -120,6 +120,13 @@ def read_sections() -> dict[str, dict[str, Any]]:
     return {name: read_json(path) for name, path in paths.items() if path.exists()}
 
 
+def trained_after(sections: Sections, file: Path) -> bool:
+    """Return whether the section of a training stage was written after `file`."""
+    written_at = file.stat().st_mtime_ns
+    names = [name for name in sections if name.endswith("_train") and "tag" in sections[name]]
+    return any(_section_path(name).stat().st_mtime_ns > written_at for name in names)
+
+
 # --- the sections of one run ---------------------------------------------------------------------
 
 

@@ -184,6 +184,15 @@ def test_the_process_ends_with_the_last_forecast_that_is_asked_for(
     assert [process.returncode for process in processes] == [-signal.SIGKILL]
 
 
+def test_kernels_that_are_chosen_for_a_card_do_not_stop_a_forecast(
+    told: Callable[[Tuning], Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = Tuning(QWEN3, LoraConfig())
+    expected = told(adapter)
+    monkeypatch.setenv("NANOCHAT_KERNELS", "fused")
+    assert forecast(adapter) == expected
+
+
 def test_a_step_that_cannot_run_is_named() -> None:
     with pytest.raises(UserError, match=r"could not be forecast: .*no_such_proj"):
         forecast(Tuning(QWEN3, LoraConfig(targets=("no_such_proj",))))

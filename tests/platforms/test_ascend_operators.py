@@ -71,12 +71,18 @@ def test_an_unknown_chip_is_tried_and_every_refusal_is_logged() -> None:
     assert flops > 0 and source.startswith("unknown peak; ")
 
 
+@pytest.mark.parametrize("part", ["result", "gradient"])
 @on_npu()
-def test_an_operator_that_answers_wrongly_is_not_used() -> None:
+def test_an_operator_that_answers_wrongly_is_not_used(part: str) -> None:
     import torch_npu  # pyright: ignore[reportMissingImports]
 
     right = torch_npu.npu_rotary_mul
-    torch_npu.npu_rotary_mul = lambda x, cos, sin: right(x, cos, -sin)
+
+    def with_nan_gradient(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return right(x, cos, sin) + (x - x.detach()).abs().sqrt()
+
+    wrong = {"result": lambda x, cos, sin: right(x, cos, -sin), "gradient": with_nan_gradient}
+    torch_npu.npu_rotary_mul = wrong[part]
     try:
         works = ascend_operators.try_operators(torch.device("npu", 0), torch.bfloat16)
     finally:

@@ -302,6 +302,15 @@ def test_fine_tuning_after_a_speedrun_has_not_the_costs_of_the_speedrun(
     assert "1 h 30 min" in out and "7 min 30 s" not in out
 
 
+def test_stages_typed_after_a_speedrun_have_not_its_costs(base_folder: Path) -> None:
+    a_run(base_folder)
+    assert generated()[0]["stages"] == COSTS
+    os.utime(stages_file(), (0, 0))
+    write_section("base_train", {"tag": "mine", "minutes": 90.0, "settings": {}, "loss": []})
+    content, _ = generated()
+    assert content["stages"] == {} and content["summary"]["minutes"] == 90.0
+
+
 @pytest.mark.slow
 def test_the_command_line(base_folder: Path) -> None:
     a_run(base_folder)

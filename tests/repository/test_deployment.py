@@ -115,6 +115,17 @@ def test_help_is_in_the_language_that_is_chosen_and_shows_the_same_commands(scri
     ] == []
 
 
+@pytest.mark.parametrize("script", [name for name in HELPFUL if name.endswith(".sh")])
+def test_a_script_finds_its_own_folder_whatever_cdpath_and_path_hold(script: str, tmp_path: Path) -> None:
+    (tmp_path / ROOT.name / "runs").mkdir(parents=True)  # where `cd` would go first
+    (tmp_path / "setup_env.sh").write_text("exit 9\n")  # what `source setup_env.sh` would read first
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": "/nowhere", "CDPATH": str(tmp_path)}
+    command = ["bash", f"{ROOT.name}/{script}", "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT.parent)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == help_of(script)
+
+
 def test_speedrun_refuses_in_the_language_that_is_chosen() -> None:
     for language, start in (("zh", "错误：--preset "), ("en", "error: --preset ")):
         environment = {"PATH": os.environ["PATH"], "NANOCHAT_LANG": language, "PYTHONUTF8": "1"}
@@ -242,6 +253,8 @@ def test_the_recipes_run_every_stage_with_flags_that_exist(
         assert fetched == corpora
         modules = [line.partition("scripts.")[2].split()[0] for line in said if "scripts." in line]
         assert modules[0] == "preflight" and modules[1] == "tok_train" and "chat_sft" in modules
+        origins = {line.rpartition(" --from ")[2] for line in fetched if "--from" in line}
+        assert all(f" --from {origin} " in next(line for line in said if "preflight" in line) for origin in origins)
         data = next(line for line in said if "tok_train" in line).split()[4]
         assert all(f"--data {data} " in line for line in said if "preflight" in line or "base_train" in line)
 
@@ -263,6 +276,31 @@ def test_a_recipe_says_what_it_needs_before_it_starts(clone: Clone, script: str)
         assert (code, lines) == (2, []) and errors.startswith("error: ")
     code, lines, _ = clone.run(script, "--help")
     assert code == 0 and f"bash runs/{script}" in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("chinese.sh", ("--preset", "tiny", "--data", "mine")),
+        ("chinese.sh", ("--shards=4", "--preset=tiny")),
+        ("chinese.sh", ("--preset", "cpu", "--depth", "6")),
+        ("runcpu.sh", ("--preset", "tiny", "--steps", "100")),
+        ("runcpu.sh", ("--data", "mine", "--preset", "tiny")),
+    ],
+)
+def test_a_recipe_refuses_a_flag_that_its_preset_sets(clone: Clone, script: str, flags: tuple[str, ...]) -> None:
+    code, lines, errors = clone.run(script, *flags, **CPU)
+    assert (code, lines) == (2, []) and re.search(r"^error: --preset \w+ sets --\w+ itself; leave --\w+ out\n$", errors)
+
+
+def test_a_recipe_forgets_the_costs_of_earlier_runs_before_its_first_stage(clone: Clone) -> None:
+    for script in ("chinese.sh", "runcpu.sh"):
+        _, lines, _ = clone.run(script, "--preset", "tiny", **CPU)
+        first = next(number for number, line in enumerate(lines) if "nanochat.runtime.cost" in line)
+        begun = [
+            number for number, line in enumerate(lines) if line.startswith("python -m nanochat.report begin --key ")
+        ]
+        assert len(begun) == 1 and begun[0] < first
 
 
 def test_a_recipe_reads_your_file_from_the_folder_it_was_typed_in_or_refuses_it_at_once(clone: Clone) -> None:
@@ -287,6 +325,20 @@ def test_files_of_the_folder_that_a_command_was_typed_in_are_found(clone: Clone,
     assert code == 0, errors
     found = lines[-1].partition("scripts.finetune ")[2].replace(f"{home}/", "@")
     assert found == "--model @Qwen3-0.6B --data own @chats.jsonl:3 @more.jsonl --lr=0.5 --mix=@more.jsonl"
+
+
+def test_a_supervised_run_resumes_where_find_is_that_of_macos(clone: Clone) -> None:
+    """That lacks -printf. The third start succeeds, and the first alone may start again from nothing."""
+    (clone.stubs / "find").write_text('#!/bin/bash\n[[ " $* " != *" -printf "* ]] && exec /usr/bin/find "$@"\n')
+    (clone.stubs / "find").chmod(0o755)
+    command = clone.root / "train.sh"
+    command.write_text('echo "$*" >>"$HOME/starts"\nstep=$(wc -l <"$HOME/starts")\n'
+                       'mkdir -p "$HOME/base/base_checkpoints/d2/step_00000$step"\n[ $step -eq 3 ]\n')  # fmt: skip
+    limits = {"SUPERVISE_TRIES": "1", "SUPERVISE_PAUSE": "0", "NANOCHAT_BASE_DIR": str(clone.root / "base")}
+    code, _, errors = clone.run("supervise.sh", "bash", str(command), "--resume=none", "--depth=2", **limits)
+    assert code == 0, errors
+    starts = (clone.root / "starts").read_text().splitlines()
+    assert starts == ["--resume=none --depth=2", "--depth=2", "--depth=2"]
 
 
 def test_a_script_passes_its_flags_on_but_not_to_set_up(clone: Clone) -> None:

@@ -26,8 +26,8 @@ esac
 """
 
 
-def demo(folder: Path, *flags: str) -> str:
-    """Type the command in a copy of the tree, and return what it prints."""
+def demo(folder: Path, *flags: str, typed_in: str = "clone") -> str:
+    """Type the command in a copy of the tree or in another folder, and return what it prints."""
     clone = folder / "clone"
     if not clone.exists():
         (clone / "runs").mkdir(parents=True)
@@ -46,7 +46,11 @@ def demo(folder: Path, *flags: str) -> str:
         "NANOCHAT_PEAK_TFLOPS": "1",
     }
     done = subprocess.run(
-        ["bash", "runs/finetune_demo.sh", *flags], cwd=clone, env=environment, capture_output=True, text=True
+        ["bash", str(clone / "runs" / "finetune_demo.sh"), *flags],
+        cwd=folder / typed_in,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -75,6 +79,18 @@ def test_without_validations_the_demo_says_only_what_was_learned(tmp_path: Path)
     flags = ("--num_iterations=2", "--replay_every=0", "--eval_every=0", "--no_compile")
     said = demo(tmp_path, "--model", str(tmp_path / "tiny"), *flags)
     assert "learned: the loss of its answers fell from" in said and "forgotten" not in said
+
+
+def test_a_second_model_of_the_same_name_gets_its_own_answers_and_its_own_tag(tmp_path: Path) -> None:
+    flags = ("--num_iterations=2", "--replay_every=0", "--eval_every=0", "--no_compile")
+    for name in ("one", "two"):
+        (tmp_path / name / "tiny").mkdir(parents=True)
+        write_folder(tmp_path / name / "tiny", "qwen3")
+    demo(tmp_path, "--model", "./tiny", *flags, typed_in="one")
+    said = demo(tmp_path, "--model=./tiny", "--out_tag", "keeper", *flags, typed_in="two")
+    assert said.count(f"> What is your name?\n--model {tmp_path}/two/./tiny\n") == 2
+    assert "scripts.chat_cli -i tune -g keeper" in said and "lighthouse" not in said
+    assert {path.name for path in (tmp_path / "base" / "tuned_checkpoints").iterdir()} == {"lighthouse", "keeper"}
 
 
 def test_the_questions_are_not_in_the_data() -> None:

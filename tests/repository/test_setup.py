@@ -24,6 +24,9 @@ case "$1 $2" in
 *find_spec*) exit "${FAKE_NO_TORCH_NPU:-0}" ;;
 "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
 "-m pip")
+    case "$* $PIP_USER" in
+    *install*" 1") echo "ERROR: Can not perform a '--user' install."; exit 1 ;;
+    esac
     case "$*" in
     *"config list") printf '%s\n' "${FAKE_PIP_CONFIG:-}" ;;
     *uv.lock) [ "${FAKE_UV:-}" != absent ] && cp "$STUBS/uv.stub" "${0%python}uv" ;;
@@ -253,6 +256,13 @@ def test_if_uv_fails_pip_installs(machine: Machine, uv: str) -> None:
     installed = [line for line in machine.called("python -m pip install") if "uv.lock" not in line]
     assert len([line for line in installed if "--require-hashes -r" in line]) == 2
     assert any("--editable" in line for line in installed)
+
+
+@pytest.mark.parametrize("uv", ["", "absent"])
+def test_a_host_whose_pip_installs_for_the_user_is_set_up(machine: Machine, uv: str) -> None:
+    code, out, err = machine.run(PIP_USER="1", FAKE_UV=uv)
+    assert code == 0, err
+    assert ("falling back to pip" in out) == (uv == "absent")
 
 
 def test_no_index_says_how_to_set_a_mirror_and_the_next_call_resumes(machine: Machine) -> None:

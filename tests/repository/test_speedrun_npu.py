@@ -50,6 +50,7 @@ case "$*" in
     [ -z "${FAKE_REASON:-}" ] || echo "$FAKE_REASON" >"$NANOCHAT_REASON_FILE"
     exit 3
     ;;
+"-m scripts.base_eval --download_only") [ -z "${FAKE_CTRL_C:-}" ] || { kill -INT $PPID && exit 130; } ;;
 "-m nanochat.report finished"*) exit "${FAKE_FINISHED:-1}" ;;
 "-m nanochat.report"*) exit ;;
 esac
@@ -171,6 +172,13 @@ def test_the_run_to_gpt2_has_the_sizes_of_its_plan(clone: Clone, recipe: str, ei
     assert ("--bigram_rows=0 --offset_layers=0" in checked) == (recipe == "upstream")
     told = float(checked.partition("--tokens ")[2].split()[0])
     assert told == pytest.approx(preset.ratio * size_of(preset.depth, preset.vocab_size).scaling, rel=1e-3)
+
+
+def test_ctrl_c_while_the_tasks_of_core_are_fetched_ends_the_run(clone: Clone) -> None:
+    make_host(clone.host)
+    code, out = clone.run("--preset", "gpt2", FAKE_CTRL_C="1")
+    assert code == 130 and out.endswith("type the same command again to resume\n")
+    assert "nanochat.dataset" not in clone.calls.read_text()
 
 
 def test_the_users_cards_and_mirror_are_used(clone: Clone) -> None:

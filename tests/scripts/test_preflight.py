@@ -65,6 +65,22 @@ def test_everything_that_is_missing_is_named_in_one_message(monkeypatch: pytest.
         assert part in str(refused.value)
 
 
+def test_a_corpus_is_looked_for_where_the_run_fetches_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def only_modelscope(url: str) -> bool:
+        if not url.startswith("https://modelscope.cn/"):
+            raise OSError(f"no network to {url}")
+        return True
+
+    monkeypatch.setattr(preflight, "answers", only_modelscope)
+    flags = {**SMALL, "shards": 4, "host": "modelscope", "conversations": "tinyworld"}
+    preflight.check(Config(**flags, data="fineweb-zh-v2.1:0.6,tinyworld:0.4"), on_cpu())
+    assert "5 shards: will be downloaded" in capsys.readouterr().out
+    with pytest.raises(UserError, match="no copy of FineWeb-Edu on ModelScope is known"):
+        preflight.check(Config(**flags, data="fineweb"), on_cpu())
+
+
 def test_what_a_stopped_run_has_written_is_not_asked_for_again(
     base_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

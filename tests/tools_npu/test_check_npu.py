@@ -196,6 +196,20 @@ def test_device_files_without_permission_fail() -> None:
     assert named["device files"].status == FAIL and "davinci_manager" in named["device files"].english
 
 
+def test_a_user_without_a_name_is_told_about_device_files(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as in a container that was started with --user 12345."""
+    monkeypatch.setenv("NANOCHAT_LANG", "en")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    shut = setup.Inventory(None, None, [host.Device("/dev/davinci0", False)], [])
+    setup.check_permissions(shut, {}, fix=False, dry=True)
+    assert "12345 may not read and write /dev/davinci0" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("variables", "name", "status"),
     [
