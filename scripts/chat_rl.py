@@ -51,7 +51,7 @@ class AdapterFlags:
     """what a new adapter adds is multiplied by alpha / rank"""
     learning_rate: Rare[float | Auto] = "auto"
     """learning rate of AdamW for a published model, which then falls linearly to 0.
-    auto: as dpo in fine-tuning, such as 9e-5 for an adapter at 576 channels and 5e-6 for every parameter"""
+    auto: by the model's width and the steps, such as 9e-5 for an adapter at 576 channels and 5e-6 for every parameter"""
 
     @property
     def rank(self) -> int | None:
@@ -62,7 +62,7 @@ class AdapterFlags:
         """Return the peak learning rate for `steps` steps of a model with `width` channels."""
         if self.learning_rate != "auto":
             return self.learning_rate
-        return tuning_rules.tuning_rate(width, steps, adapter, preferences=True)
+        return tuning_rules.rl_rate(width, steps, adapter)
 
 
 @dataclass(frozen=True)

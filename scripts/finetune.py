@@ -147,7 +147,7 @@ class Config:
     """the adapter that is trained"""
     learning_rate: float | Auto = "auto"
     """learning rate of AdamW; auto: by what is trained, the model's width and the number of steps.
-    400 steps at 576 channels take 1.4e-3 for an adapter and 1e-4 for every parameter; dpo takes 9e-5 and 5e-6.
+    400 steps at 576 channels take 1.4e-3 for an adapter and 1e-4 for every parameter; dpo takes 5e-5 and 5e-6.
     Wider models and longer runs take less"""
     weight_decay: float = 0.0
     """decay of matrices and adapters"""

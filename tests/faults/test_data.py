@@ -38,7 +38,8 @@ CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test"
 @pytest.fixture(autouse=True)
 def corpora() -> None:
     for name, texts in DOCUMENTS.items():
-        write_shards(base_dir() / "base_data" / name, texts, rows_per_shard=130)
+        about = {"make": f"python -m nanochat.dataset --data {name}"}
+        write_shards(base_dir() / "base_data" / name, texts, rows_per_shard=130, about=about)
 
 
 def web() -> Corpus:

@@ -93,7 +93,8 @@ def test_a_signal_in_a_compilation_leaves_no_step_and_the_next_start_trains(
     with monkeypatch.context() as patch, signals.caught(compute.pulse):
         compute.pulse.beat()
         patch.setattr(runs, "compiled", pressed)
-        stage(compute, num_iterations=2)
+        with pytest.raises(signals.Stopped):  # nothing is trained that would have to be saved
+            stage(compute, num_iterations=2)
     folder = stage_folder(base_folder, "base")
     assert not list(folder.glob("step_*"))
     assert not (base_folder / "report" / "sections" / "base_train.json").exists()

@@ -70,9 +70,14 @@ def test_few_conversations_are_read_several_times(conversations: int, width: int
 def test_narrow_models_and_short_runs_are_tuned_at_higher_rates(
     width: int, steps: int, adapter: float, full: float
 ) -> None:
-    for trains_adapter, rate, of_preferences in ((True, adapter, adapter / 15), (False, full, full / 20)):
+    for trains_adapter, rate, of_preferences in ((True, adapter, adapter / 30), (False, full, full / 20)):
         assert tuning_rules.tuning_rate(width, steps, trains_adapter, False) == pytest.approx(rate, rel=0.01)
         assert tuning_rules.tuning_rate(width, steps, trains_adapter, True) == pytest.approx(of_preferences, rel=0.01)
+
+
+def test_rl_takes_a_fraction_of_the_rates_of_conversations() -> None:
+    assert tuning_rules.rl_rate(576, 400, adapter=True) == pytest.approx(1.4e-3 / 15)
+    assert tuning_rules.rl_rate(576, 1600, adapter=False) == pytest.approx(5e-5 / 20)
 
 
 def test_without_own_words_rates_are_lower() -> None:
