@@ -99,19 +99,14 @@ def _parts(
     start = 0
     for expert, count in enumerate(counts.tolist()):
         end = start + count
-        if few_sizes:
-            coarse = count // COARSE * COARSE
-            if coarse:
-                rows = slice(start, start + coarse)
-                yield expert, rows, rows
-                start += coarse
-            if start < end:
-                size = -(-(end - start) // FINE) * FINE
-                first = min(start, x.size(0) - size)
-                yield expert, slice(start, end), slice(first, first + size)
-        elif count:
-            rows = slice(start, end)
+        middle = start + count // COARSE * COARSE if few_sizes else end
+        if start < middle:
+            rows = slice(start, middle)
             yield expert, rows, rows
+        if middle < end:
+            size = -(-(end - middle) // FINE) * FINE
+            first = min(middle, x.size(0) - size)
+            yield expert, slice(middle, end), slice(first, first + size)
         start = end
 
 

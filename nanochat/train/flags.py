@@ -213,14 +213,14 @@ class StageFlags:
     samples: Free[Rare[int]] = 4
     """replies to held-out prompts to keep at each measurement, as the page /runs shows them; 0: none"""
 
-    def corpus(self, parents: str) -> str:
-        """Return the corpus that --data names or, without it, `parents`, that of the parent.
+    def corpus(self, inherited: str) -> str:
+        """Return the corpus that --data names, or without --data `inherited`, the parent's corpus.
 
         The conversations of corpora that nanochat can make or download need no texts of them. Any
         other corpus must be here. Raises UserError (exit code 2) as resolve_data() does.
         """
         if self.data is None:
-            return parents
+            return inherited
         if not {*unweighted(self.data).split(",")} <= {"tinyworld", *SOURCES}:
             resolve_data(self.data)
         return self.data
