@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,7 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     script = (ROOT / "dev" / "build_wheels.sh").read_text(encoding="utf-8")
     only_python = script[: script.index("\nrust=(")]
-    command = ["bash", "-c", only_python.replace('cd "$(dirname "${BASH_SOURCE[0]}")/.."', "")]
+    command = ["bash", "-c", re.sub(r"(?m)^CDPATH.*\n", "", only_python)]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     subprocess.run([*command, "build_wheels", str(folder)], cwd=ROOT, env={**os.environ, "PATH": path}, check=True)
     return next(folder.glob("nanochat_ascend-*.whl"))

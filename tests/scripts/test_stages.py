@@ -232,10 +232,10 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(
     flags = words("base", save_every=5)
     write, count = saving.write_tensors, 0
 
-    def fills(tensors_: Any, path: Path, metadata: Any = None) -> Any:
+    def fills(tensors_: Any, path: Path, *others: Any) -> Any:
         nonlocal count
         count += 1
-        sealed = write(tensors_, path, metadata)
+        sealed = write(tensors_, path, *others)
         if count == 2:  # of the second save
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return sealed
