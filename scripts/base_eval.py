@@ -246,8 +246,10 @@ def evaluate_bits(
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     """Run the evaluations whose data is here, write their section of the report, and return it.
 
-    Raises UserError if nothing was evaluated (exit code 2), or at the end if a task failed.
+    Raises UserError if a size is less than 1 or nothing was evaluated (exit code 2), or at the end
+    if a task failed.
     """
+    loss_eval.check_sizes(cfg.split_tokens, cfg.device_batch_size)
     if cfg.download or cfg.download_only:
         if compute.main and core_eval.find_bundle(cfg.eval_bundle) is None:
             core_eval.download_bundle()

@@ -170,9 +170,18 @@ def open_start(cfg: Config, compute: Compute) -> Start:
     """
     flags = cfg.adapter
     stage = cfg.stage
+    new_alpha = flags.lora_alpha != AdapterFlags.lora_alpha
+    if flags.rank == 0 and new_alpha:
+        raise UserError(
+            tr(
+                "--{name} shapes an adapter, and --lora_rank=0 trains every parameter: "
+                "leave one of the two out",
+                name="lora_alpha",
+            ),
+            exit_code=2,
+        )
     if cfg.model is None and cfg.source != "tune":
         refuse_tuned(cfg.source, stage.model_tag)
-        new_alpha = flags.lora_alpha != AdapterFlags.lora_alpha
         if flags.rank or new_alpha or flags.learning_rate != "auto":
             raise UserError(
                 tr(

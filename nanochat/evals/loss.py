@@ -134,6 +134,21 @@ def bits_per_byte(
     return evaluate_loss(model, steps, token_bytes, compute).bits_per_byte
 
 
+def check_sizes(tokens: int | Literal["auto"], device_batch_size: int | Literal["auto"]) -> None:
+    """Raise UserError (exit code 2) if either of the sizes for evaluate_split() is less than 1."""
+    for size in (tokens, device_batch_size):
+        if size != "auto" and size < 1:
+            raise UserError(
+                tr(
+                    "split_tokens and device_batch_size must be at least 1, got {tokens} and "
+                    "{device_batch_size}",
+                    tokens=tokens,
+                    device_batch_size=device_batch_size,
+                ),
+                exit_code=2,
+            )
+
+
 def evaluate_split(
     model: Model,
     tokenizer: Tokenizer,
@@ -149,8 +164,9 @@ def evaluate_split(
     The model reads rows of `row_tokens` tokens, by default as many as its context has. Up to
     rounding, the result does not depend on the number of ranks. "auto" means 10,485,760 tokens and
     32 rows per pass or, on a CPU, 262,144 tokens and about 4,096 tokens per pass. Raises UserError
-    (exit code 2) if `tokens` or `device_batch_size` is less than 1.
+    as check_sizes() does.
     """
+    check_sizes(tokens, device_batch_size)
     if row_tokens is None:
         row_tokens = model.config.sequence_len
     platform = compute.platform
@@ -160,16 +176,6 @@ def evaluate_split(
         device_batch_size = platform.evaluation_rows
         if platform.pass_tokens is not None:
             device_batch_size = max(platform.pass_tokens // row_tokens, 1)
-    if tokens < 1 or device_batch_size < 1:
-        raise UserError(
-            tr(
-                "split_tokens and device_batch_size must be at least 1, got {tokens} and "
-                "{device_batch_size}",
-                tokens=tokens,
-                device_batch_size=device_batch_size,
-            ),
-            exit_code=2,
-        )
     rows = dataloader.split_rows(data, tokenizer, split, row_tokens)
     steps = one_pass(rows, tokens, device_batch_size, compute)
     return evaluate_loss(model, steps, tokenizer.token_bytes(), compute)

@@ -315,6 +315,15 @@ def finetune_table(
         models = {model_name(folder): shape}
     rates, source = rates_for(chip, bench)
     lora = LoraConfig(cfg.lora_rank)
+    if cfg.base_bits == BITS and cfg.ranks:
+        raise UserError(
+            tr(
+                "--finetune --base_bits=4 plans one card of 16 and one of 32 GiB, got "
+                "--ranks={ranks}: leave one of the two out",
+                ranks=cfg.ranks,
+            ),
+            exit_code=2,
+        )
     if cfg.base_bits == BITS:
         return recipes.table_in_4_bits(chip, rates, source, cfg.tokens, models, lora)
     cards = [cfg.ranks] if cfg.ranks else recipes.CARDS

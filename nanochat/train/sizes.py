@@ -92,7 +92,7 @@ def model_config(
         length = _row_tokens(corpus, compute)
     if flags.family == "qwen3":
         qwen = _qwen()
-        qwen.check_flags(flags.bigram_rows, flags.window_pattern, WINDOWS)
+        qwen.check_flags(flags.bigram_rows, flags.offset_layers, flags.window_pattern, WINDOWS)
         return qwen.shape_of(depth, model_dim, head_dim, length, vocab_size)
     pairs = table_rows(flags.bigram_rows, vocab_size)
     if flags.bigram_rows == "auto" and not traits(corpus).pairs:

@@ -120,6 +120,8 @@ def test_bases_in_4_bits_have_a_row_for_every_model_and_small_card(capsys: pytes
         row = table[model, memory]
         assert "--base_bits=4" in row[2] and float(row[3]) < SHARE * int(memory.split()[0]) and len(row) == len(head)
     assert table["Qwen3-32B", "16 GiB"][3:] == ["-", "-", "-"]
+    with pytest.raises(UserError, match="plans one card of 16 and one of 32 GiB, got --ranks=8"):
+        rows_of(capsys, chip="910B4", base_bits=4, ranks=8)
 
 
 def test_cards_and_tokens_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:

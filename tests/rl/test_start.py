@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,25 @@ from tests.support.qwens import write_folder
 from tests.support.tiny_model import on_cpu
 
 
-def test_a_tuned_adapter_of_experts_is_merged_where_every_parameter_is_trained(tmp_path: Path) -> None:
-    write_folder(tmp_path, "qwen3.5-moe")
+def tuned_adapter(folder: Path, family: str, **flags: Any) -> None:
+    """Fine-tune an adapter of rank 4 on a random model, which is written to the folder."""
+    write_folder(folder, family)
     chats = [json.dumps({"prompt": f"Say {i}.", "response": f"{i} cats"}) for i in range(20)]
-    (tmp_path / "chats.jsonl").write_text("\n".join(chats))
+    (folder / "chats.jsonl").write_text("\n".join(chats))
     finetune.train(configured(
-        finetune.Config, model=tmp_path, data=(str(tmp_path / "chats.jsonl"),), lora_rank=4, max_length=64,
-        num_iterations=2, learning_rate=1e-2, replay_every=0, compile=False,
+        finetune.Config, model=folder, data=(str(folder / "chats.jsonl"),), lora_rank=4, max_length=64,
+        num_iterations=2, learning_rate=1e-2, replay_every=0, compile=False, **flags,
     ), on_cpu())  # fmt: skip
+
+
+def test_rl_says_that_an_adapter_was_trained_on_4_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tuned_adapter(tmp_path, "qwen3", base_bits=4)
+    open_tuned(None, None, None, 16.0, on_cpu(), 1)
+    assert "was trained on its base in 4 bits, and runs here on the base as it was published" in capsys.readouterr().out
+
+
+def test_a_tuned_adapter_of_experts_is_merged_where_every_parameter_is_trained(tmp_path: Path) -> None:
+    tuned_adapter(tmp_path, "qwen3.5-moe")
     start = open_tuned(None, None, 0, 16.0, on_cpu(), 1)
     assert start.fill is not None
     start.fill()

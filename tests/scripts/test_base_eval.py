@@ -109,6 +109,11 @@ def test_base_loss_names_what_is_missing() -> None:
         base_loss.evaluate(base_loss.Config(split_tokens=0), CPU)
 
 
+def test_base_eval_refuses_a_size_before_it_loads_the_model() -> None:
+    with pytest.raises(UserError, match="must be at least 1, got 0"):  # no model is here
+        base_eval.evaluate(base_eval.Config(split_tokens=0), CPU)
+
+
 def test_base_eval_without_a_bundle_measures_bits() -> None:
     make_checkpoint()
     make_corpus()

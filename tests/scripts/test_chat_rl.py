@@ -119,6 +119,10 @@ def test_rl_begins_with_what_was_tuned(files: Path, tuned_rank: int, rank: int |
             {"model": None, "learning_rate": "auto", "lora_alpha": 8.0},
             "--lora_rank, --lora_alpha and --learning_rate are",
         ),
+        (
+            {"lora_rank": 0, "lora_alpha": 8.0},
+            "--lora_alpha shapes an adapter, and --lora_rank=0 trains every parameter",
+        ),
         ({"source": "tune"}, "--model names a published model"),
         ({"model_tag": "d4"}, "--model names a published model"),
         ({"matmul": "int8"}, "--matmul=int8 is for models that were pretrained here"),

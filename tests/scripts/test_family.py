@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -59,9 +59,11 @@ def test_every_stage_trains_it(trained: Path) -> None:
     assert isinstance(load_model("rl", "d2", None, on_cpu()).model, Qwen)
 
 
-def test_windows_are_refused(trained: Path) -> None:
-    with pytest.raises(UserError, match="a Qwen3 sees the whole context in every layer, got --window_pattern=SL"):
-        run_stage("base", family="qwen3", window_pattern="SL", model_tag="windows")
+@pytest.mark.parametrize("flag", [{"window_pattern": "SL"}, {"offset_layers": 1}, {"bigram_rows": 64}])
+def test_what_only_a_gpt_has_is_refused(trained: Path, flag: dict[str, Any]) -> None:
+    ((name, value),) = flag.items()
+    with pytest.raises(UserError, match=f"a Qwen3 .*, got --{name}={value}: leave the flag out"):
+        run_stage("base", family="qwen3", model_tag="windows", **flag)
     assert not checkpoint_dir("base", "windows").exists()
 
 

@@ -84,6 +84,12 @@ def test_4_bits_below_no_adapter_are_refused(models: Path) -> None:
         config(models, base_bits=4, lora_rank=0)
 
 
+@pytest.mark.parametrize("flag", [{"lora_alpha": 8.0}, {"lora_targets": ("q_proj",)}, {"rslora": True}])
+def test_flags_of_an_adapter_without_one_are_refused(models: Path, flag: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"--{next(iter(flag))} shapes an adapter, and --lora_rank=0"):
+        config(models, lora_rank=0, **flag)
+
+
 def test_experts_in_4_bits_are_refused(models: Path) -> None:
     with pytest.raises(UserError, match="cannot hold the experts of qwen3-moe"):
         finetune.train(config(models, "qwen3-moe", base_bits=4), on_cpu())

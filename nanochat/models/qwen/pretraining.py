@@ -4,8 +4,10 @@ from nanochat.common import UserError, log, tr
 from nanochat.models.qwen.config import QwenConfig
 
 
-def check_flags(bigram_rows: int | str, window_pattern: str, gpt_pattern: str) -> None:
-    """Raise UserError (exit code 2) if flags ask for bigrams or windows, which a Qwen3 lacks.
+def check_flags(
+    bigram_rows: int | str, offset_layers: int | str, window_pattern: str, gpt_pattern: str
+) -> None:
+    """Raise UserError (exit code 2) if flags ask for what a Qwen3 lacks: bigrams, offsets, windows.
 
     The window patterns "L" (no windows) and `gpt_pattern` (a GPT's default) are accepted.
     """
@@ -14,6 +16,15 @@ def check_flags(bigram_rows: int | str, window_pattern: str, gpt_pattern: str) -
             tr(
                 "a Qwen3 has no bigrams, got --bigram_rows={bigram_rows}: leave the flag out",
                 bigram_rows=bigram_rows,
+            ),
+            exit_code=2,
+        )
+    if offset_layers not in (0, "auto"):
+        raise UserError(
+            tr(
+                "a Qwen3 takes no part of a key from the token before, got "
+                "--offset_layers={offset_layers}: leave the flag out",
+                offset_layers=offset_layers,
             ),
             exit_code=2,
         )
