@@ -114,7 +114,7 @@ def device_lines(
     if bench:
         command.append("--bench")
     env = dict(with_pythonpath(env), NANOCHAT_CHECK_CANN=cann)
-    with open(log, "wb") as output:
+    with os.fdopen(own_file(log, os.O_TRUNC), "wb") as output:
         child = subprocess.Popen(command, env=env, pass_fds=[writer], stdout=output, stderr=output)
     os.close(writer)
     late = threading.Event()
@@ -256,18 +256,25 @@ def share(python: str, language: str) -> int:
 
 
 def log_file(base: Path) -> Path:
-    """Return the file for the output of the checks that need torch.
+    """Return the file for the output of the checks that need torch, which exists.
 
-    It is in the base folder, or in the folder for temporary files if the base folder cannot be
-    written.
+    It is in the base folder. If that cannot be written or has a link of this name, it is a new file
+    in the folder for temporary files.
     """
+    log = base / "check_npu.log"
     try:
         base.mkdir(parents=True, exist_ok=True)
-        log = base / "check_npu.log"
-        with open(log, "ab"):
-            return log
+        os.close(own_file(log))
     except OSError:  # the check of the base folder reports this
-        return Path(tempfile.gettempdir()) / f"check_npu-{os.getuid()}.log"
+        file, name = tempfile.mkstemp(prefix="check_npu-", suffix=".log")
+        os.close(file)
+        return Path(name)
+    return log
+
+
+def own_file(path: Path, flags: int = 0) -> int:
+    """Open a file to write, or make it; raises OSError if it is a link. Returns the descriptor."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | flags, 0o644)
 
 
 def make_parser() -> argparse.ArgumentParser:

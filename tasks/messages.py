@@ -1,6 +1,7 @@
 """Reads the messages of a record: roles, texts, function calls, reasoning, and what is trained."""
 
 import json
+import re
 import reprlib
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 from nanochat.common import parse_json, tr, visible
 from nanochat.data.conversation import Conversation, Message, Part, Role
 from nanochat.data.library_words import in_words
-from tasks.record_keys import EMPTY, check_message, is_trained
+from tasks.record_keys import EMPTY, check_message, is_trained, reads_no_media
 
 # The role of a message by the name that OpenAI, ShareGPT and ms-swift give it. Calls are messages
 # of the assistant whose content is the call.
@@ -35,6 +36,8 @@ ROLES: dict[str, Role | str] = {
 }
 _QUESTIONS = ("human", "user", "input")
 _ANSWERS = ("assistant", "gpt", "bot", "output")
+# Where tools put an image into a question. Beside a closing tag, it is a piece of HTML.
+_MEDIA = re.compile(r"\A<(image|video|audio)>|<(image|video|audio)>\Z")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -77,7 +80,20 @@ def read_messages(messages: Any) -> Conversation:
 
 
 def checked(conversation: Conversation) -> Conversation:
-    """Return a conversation, or raise ValueError if it holds no answer to train."""
+    """Return a conversation.
+
+    Raises ValueError if it holds no answer to train, or if the user shows an image, a video or a sound.
+    """
+    for turn in conversation.messages:
+        mark = _MEDIA.search(turn.text)
+        if mark is not None and turn.role == "user" and f"</{mark[0][1:]}" not in turn.text:
+            raise ValueError(
+                tr(
+                    'a question holds the mark "{mark}", and {rule}',
+                    mark=mark[0],
+                    rule=reads_no_media(),
+                )
+            )
     answers = [turn for turn in conversation.messages if turn.role == "assistant"]
     if not answers:
         raise ValueError(
@@ -337,10 +353,10 @@ def _part_text(part: Any, n: int) -> str:
             return text
     raise ValueError(
         tr(
-            "the content of message {n} may hold only text parts, got {value}: a text model "
-            "reads no images, videos or sounds; leave such records out",
+            "the content of message {n} may hold only text parts, got {value}: {rule}",
             n=n,
             value=reprlib.repr(kind),
+            rule=reads_no_media(),
         )
     )
 

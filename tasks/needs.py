@@ -1,11 +1,10 @@
 """Finds which data sets a corpus needs in later stages, and whether this machine can get them."""
 
-import urllib.error
-import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 
-from nanochat.common import rank, tr, warn
+from nanochat.common import UserError, rank, tr, warn
+from nanochat.data.sources import net
 from nanochat.data.sources.hub import endpoint
 from tasks.mixtures import curriculum
 from tasks.published import Published, carry_in
@@ -35,6 +34,9 @@ def whereabouts(sources: Iterable[Published]) -> dict[Published, str]:
                 on_hub[source.repo] = answers(f"{endpoint()}/api/datasets/{source.repo}")
             except OSError:
                 reachable = False
+            except UserError as proxy:  # it speaks SOCKS, as net.request() says
+                warn(str(proxy))
+                reachable = False
         places[source] = "hub" if on_hub.get(source.repo) else ""
     return places
 
@@ -51,19 +53,17 @@ def _is_cached(source: Published) -> bool:
 def answers(url: str) -> bool:
     """Return whether a server has a page at a URL.
 
-    Raises OSError if the server cannot be reached, or if HF_HUB_OFFLINE forbids the request.
+    Raises OSError if the server cannot be reached, or if HF_HUB_OFFLINE forbids the request, and
+    UserError as net.request() does.
     """
     from datasets import config
 
     if config.HF_HUB_OFFLINE:
         raise ConnectionError("HF_HUB_OFFLINE is set")
     # Not HEAD: an address may be signed for GET alone.
-    request = urllib.request.Request(url, headers={"Range": "bytes=0-0"})
-    try:
-        with urllib.request.urlopen(request, timeout=HUB_SECONDS):
-            return True
-    except urllib.error.HTTPError:
-        return False
+    headers = {"Range": "bytes=0-0"}
+    with net.request("GET", url, headers=headers, timeout=HUB_SECONDS, stream=True) as response:
+        return response.ok
 
 
 def repos(corpus: str | None) -> dict[str, str]:

@@ -47,7 +47,8 @@ class Row:
 ALL = "OpenAI, TRL, ms-swift, LLaMA-Factory, Axolotl"
 
 
-def _media() -> str:
+def reads_no_media() -> str:
+    """Return why images, videos and sounds are refused, as the end of a sentence."""
     return tr("a text model reads no images, videos or sounds; leave such records out")
 
 
@@ -161,7 +162,7 @@ RECORD = (
         "rejected_videos rejected_audios rejected_objects",
         "TRL, ms-swift, LLaMA-Factory, Axolotl",
         "refused",
-        _media,
+        reads_no_media,
     ),
     Row(
         "system_message",
@@ -284,7 +285,7 @@ MESSAGE = (
         "image images video videos audio audios objects image_url",
         "OpenAI, TRL, ms-swift",
         "refused",
-        _media,
+        reads_no_media,
     ),
     Row("refusal", "OpenAI", "refused", lambda: tr('write the refusal under "content"')),
     Row("loss_scale mask masked", "ms-swift", "refused", _marks),

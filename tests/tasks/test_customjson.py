@@ -1,5 +1,6 @@
 """Your own conversations: every known layout is read, and a mistake is named with its place."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, assistant, chat, system, user
 from tasks.customjson import CustomJSON, read_record
 from tasks.messages import read_messages
+from tasks.preferences import read_pair
 from tests.support.tiny_model import tiny_tokenizer
 
 GOOD = [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "你好！"}]
@@ -194,3 +196,22 @@ def test_notes_and_empty_keys_of_a_record_change_nothing() -> None:
     empty = {"tools": "[]", "images": [], "reasoning": None, "weight": 1}
     messages = [TURNS[0], {**TURNS[1], "name": "Pip", "tool_calls": None, "reasoning_content": ""}]
     assert read_record({"conversations": messages, **notes, **lists, **empty}) == read_messages(TURNS)
+
+
+def test_the_mark_of_an_image_is_refused_and_html_is_not() -> None:
+    answer = {"role": "assistant", "content": "yes"}
+    for text, refused in (
+        ("<image>\nwhat?", True),
+        ("what? <video>", True),
+        ("What does the tag <audio> mean in HTML?", False),
+        ("<video>\n<source src=a.mp4>\n</video>\nIs this right?", False),
+    ):
+        chat = {"messages": [{"role": "user", "content": text}, answer]}
+        pair = {"prompt": text, "chosen": "yes", "rejected": "no"}
+        for read, record in (
+            (read_record, chat),
+            (read_record, {"prompt": text, "response": "yes"}),
+            (read_pair, pair),
+        ):
+            with pytest.raises(ValueError, match="reads no images") if refused else contextlib.nullcontext():
+                read(record)

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 
+from nanochat.common import UserError
 from nanochat.data.tinyworld import world as tinyworld
 from tasks import arc, gsm8k, mmlu
 from tasks.mixtures import CURRICULA
@@ -80,6 +81,18 @@ def test_a_data_set_is_found_in_the_task_folder_then_in_the_cache_then_on_the_hu
     )
     assert list(found.values()) == ["NANOCHAT_TASK_DIR", "", "cache", "", "hub", "hub"]
     assert hub == ["/api/datasets/allenai/ai2_arc", "/api/datasets/openai/gsm8k"]  # each once
+
+
+def test_a_proxy_that_cannot_be_used_is_named_and_the_hub_is_not_reached(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise UserError("https_proxy names a SOCKS proxy")
+
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("nanochat.data.sources.net.request", refuse)
+    assert set(repos("fineweb").values()) == {""}
+    assert capsys.readouterr().err.count("SOCKS") == 1
 
 
 def test_an_unreachable_hub_is_asked_once_and_what_is_missing_is_named(

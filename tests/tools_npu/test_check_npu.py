@@ -91,6 +91,21 @@ def test_without_torch_it_uses_the_python_of_venv(tmp_path: Path, monkeypatch: p
     assert check_npu.python_with_torch() == ""
 
 
+def test_the_log_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    target, base = tmp_path / "target", tmp_path / "own"
+    target.write_text("mine")
+    base.mkdir()
+    assert check_npu.log_file(base) == base / "check_npu.log"
+    (base / "check_npu.log").unlink()
+    (base / "check_npu.log").symlink_to(target)
+    first, second = check_npu.log_file(base), check_npu.log_file(base)
+    assert first != second and {first.parent, second.parent} == {tmp_path}  # names that nobody can foresee
+    with pytest.raises(OSError):
+        check_npu.own_file(base / "check_npu.log")
+    assert target.read_text() == "mine"
+
+
 # --- the host --------------------------------------------------------------------------------------
 
 

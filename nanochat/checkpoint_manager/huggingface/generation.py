@@ -7,6 +7,7 @@ from nanochat.checkpoint_manager.huggingface.folders import read_object
 from nanochat.common import UserError, tr, write_json
 
 FILE_NAME = "generation_config.json"
+MOST_TOKENS = 1 << 31  # of a vocabulary
 # Name in the file and in Sampling -> the type, and the smallest and largest sensible value.
 SETTINGS: dict[str, tuple[type, float, float]] = {
     "temperature": (float, 0.0, 2.0),
@@ -53,12 +54,23 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
 def listed_ends(folder: Path) -> list[int]:
     """Return the tokens that end generation, in the order of generation_config.json.
 
-    If that file lists none, the tokens are those of config.json.
+    If that file lists none, the tokens are those of config.json. Raises UserError if something that
+    is not a token's number is listed.
     """
     for name in (FILE_NAME, "config.json"):
-        listed = read_object(folder / name).get("eos_token_id")
+        path = folder / name
+        listed = read_object(path).get("eos_token_id")
         tokens = listed if isinstance(listed, list) else [listed]
-        ends = [token for token in tokens if isinstance(token, int)]
+        ends = [token for token in tokens if token is not None]
+        if not all(isinstance(token, int) and token < MOST_TOKENS for token in ends):
+            raise UserError(
+                tr(
+                    "{path} has eos_token_id={value}, and it must be the number of a token, or a "
+                    "list of such numbers. Correct it, or remove it from the file",
+                    path=path,
+                    value=reprlib.repr(listed),
+                )
+            )
         if ends:
             return ends
     return []

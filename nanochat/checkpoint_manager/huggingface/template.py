@@ -42,7 +42,7 @@ def read_source(folder: Path) -> str | None:
     """
     path = folder / "chat_template.jinja"
     try:
-        source = path.read_text(encoding="utf-8") if path.is_file() else None
+        source = path.read_text(encoding="utf-8") if path.exists() else None
         if not source:
             path = folder / "tokenizer_config.json"
             source = read_object(folder / path.name).get("chat_template")
@@ -51,7 +51,7 @@ def read_source(folder: Path) -> str | None:
             source = templates.get("default")
         if source is not None and not isinstance(source, str):
             raise TypeError(tr("it is {value}, expected a text", value=reprlib.repr(source)))
-    except (UnicodeDecodeError, KeyError, TypeError) as failure:
+    except (OSError, UnicodeDecodeError, KeyError, TypeError) as failure:
         reason = f"{type(failure).__name__}: {failure}"
         raise UserError(
             tr(

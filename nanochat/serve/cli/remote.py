@@ -230,7 +230,7 @@ class Remote:
     ) -> requests.Response:
         """Send a request and return its response, whose body has not been read yet.
 
-        Raises UserError if no server answers, or if it refuses the request.
+        Raises UserError if no server answers, if it refuses the request, or as net.request() does.
         """
         timeout = (CONNECT_SECONDS, READ_SECONDS)
         try:
@@ -244,6 +244,8 @@ class Remote:
                 timeout=timeout,
                 allow_redirects=False,  # the chat and the key are for this server only
             )
+        except UserError:  # of the proxy
+            raise
         except (requests.RequestException, UnicodeError, ValueError) as failure:
             text = tr(
                 "no server answers at {url} ({failure}): start one there, or correct --url",

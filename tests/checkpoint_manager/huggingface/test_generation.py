@@ -66,6 +66,13 @@ def test_the_ends_of_config_json_count_where_generation_config_json_lists_none(
     assert listed_ends(tmp_path) == [0]
 
 
+@pytest.mark.parametrize("listed", ["x", 10**30, [302, "</s>"], {"id": 2}])
+def test_what_is_no_token_cannot_end_a_reply(listed: Any, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    with pytest.raises(UserError, match=r"eos_token_id=.*must be the number of a token"):
+        listed_ends(tmp_path)
+
+
 def test_only_published_models_have_them(tmp_path: Path) -> None:
     write_folder(tmp_path, "qwen3")
     (tmp_path / "generation_config.json").write_text(json.dumps(QWEN3))

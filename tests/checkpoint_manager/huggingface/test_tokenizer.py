@@ -192,6 +192,12 @@ def test_a_system_message_that_a_template_would_leave_out_is_trained_as_it_is_pr
     assert "be kind" in tokenizer.decode(tokenizer.render(talk).ids)
 
 
+def test_a_chat_template_that_is_a_folder_is_not_passed_over(folder: Path) -> None:
+    (folder / "chat_template.jinja").mkdir()
+    with pytest.raises(UserError, match=r"chat template in .* cannot be read"):
+        FolderTokenizer(folder, ROWS)
+
+
 OPENED = "{{ '<think>' if enable_thinking }}"
 
 

@@ -52,6 +52,18 @@ def test_reply_comes_in_parts_with_its_end_and_length(url):
     assert Remote(url + "/v1", KEY).url == remote.url == url + "/v1"
 
 
+def test_a_proxy_that_cannot_be_used_is_named(monkeypatch):
+    refusal = UserError("https_proxy names a SOCKS proxy", exit_code=2)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise refusal
+
+    monkeypatch.setattr(remote_module.net, "request", refuse)
+    with pytest.raises(UserError) as told:
+        Remote("http://example.org", "")
+    assert told.value is refusal
+
+
 def test_thoughts_come_apart_and_go_back_with_the_chat():
     reply = {"why": ["<think>\nBecause.\n</think>\n\nSo."]}
     engine = FakeEngine(reply, tokenizer=ByteTokenizer(thought_marks=("<think>", "</think>")))
