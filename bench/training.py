@@ -4,6 +4,7 @@ The other modules of `bench` build no GPT and no optimizers of their own, so tha
 changes this file.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -135,7 +136,8 @@ class Trainer:
     def update(self, data: Any) -> float:
         """Make one update with a dataloader.Step or its like; return the mean loss of its targets.
 
-        A step that is skipped would measure nothing: RuntimeError.
+        A spike of the gradient norm is skipped, as in training. A step that is not finite would
+        measure nothing: RuntimeError.
         """
         outcome = update(
             self.passes,
@@ -145,8 +147,8 @@ class Trainer:
             self.compute,
             self.safeguards.spikes,
         )
-        if outcome.skipped:
+        if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
             raise RuntimeError(
-                f"a step was skipped: loss {outcome.loss}, gradient norm {outcome.grad_norm}"
+                f"a step was not finite: loss {outcome.loss}, gradient norm {outcome.grad_norm}"
             )
         return outcome.loss

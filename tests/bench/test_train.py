@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from bench.processes import Steps
 from bench.train import __main__ as train
@@ -14,8 +15,10 @@ from bench.train import ranks
 from bench.train.__main__ import Config
 from bench.train.side import Side, bits_per_byte, upstream_factors
 from bench.train.variants import Plan, Variant, flops_per_token
-from bench.training import D4
+from bench.training import D4, Trainer
+from nanochat.step import Spikes
 from tests.bench.fakes import TINY, fake_upstream, tiny_plan
+from tests.support.tiny_model import on_cpu, tiny_gpt
 
 EAGER = Variant("ours", "float32")
 UPSTREAM = Variant("upstream", "float32")
@@ -51,6 +54,19 @@ def test_flops_count_the_keys_that_windows_let_a_query_see() -> None:
     assert flops_per_token(D4) == 31_457_280
     windowed = replace(D4, window_pattern="SSSL")  # 128 keys in three layers
     assert flops_per_token(D4) - flops_per_token(windowed) == 12 * 256 * 3 * (512 - 128)
+
+
+def test_a_spike_is_skipped_as_in_training_and_what_is_not_finite_measures_nothing() -> None:
+    trainer = Trainer(tiny_gpt(64), on_cpu())
+    passes = [(torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.int64))]
+    first = trainer.step(passes)
+    trainer.safeguards.spikes = Spikes([1e-9] * 128)
+    skipped = trainer.step(passes)
+    assert first > skipped == trainer.step(passes)  # the spike changed nothing
+    with torch.no_grad():
+        trainer.model.lm_head.weight.fill_(math.nan)
+    with pytest.raises(RuntimeError, match="not finite"):
+        trainer.step(passes)
 
 
 def test_figures_follow_from_medians_of_the_fastest_variants(tmp_path: Path) -> None:
