@@ -40,6 +40,9 @@ def removed_flags() -> dict[str, str]:
     """Return a dict from each removed flag to what to use instead."""
     return {
         "aspect_ratio": tr("--model_dim=N sets the number of channels"),
+        "gradient_accumulation_steps": tr(
+            "the passes of a step follow from the rows of a step and --device_batch_size"
+        ),
         "gradient_checkpointing": tr("--checkpoint_activations of scripts.finetune does it"),
         "sample_every": tr("replies are kept at each validation; --samples=N sets how many"),
     }
@@ -102,6 +105,8 @@ class RunSettings:
                 continue
             if value_before != value_now:
                 label = f"--{name}" if name in self.defaults else name
+                if name == PARENT:
+                    label = tr("the model that it starts from")
                 changes.append(
                     tr(
                         "{label}: {value_before} before, {value_now} now",
@@ -139,7 +144,7 @@ def check_settings(folder: Path, meta: Mapping[str, Any], settings_now: RunSetti
                 "{folder} was begun with other settings ({changes}). Give the same settings to "
                 "resume, {instead}",
                 folder=folder,
-                changes="; ".join(changes),
+                changes=tr("; ").join(changes),
                 instead=_instead(meta),
             )
         )

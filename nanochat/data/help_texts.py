@@ -125,7 +125,8 @@ def _in_chinese(page: str) -> str:
     """Return a page of help with tyro's own words in Chinese and its boxes closed."""
     page = page.replace(SECOND_COLUMN, "").replace("usage: ", tr("usage: "), 1)
     options, arguments = tr("options"), tr("positional arguments")
-    page = re.sub(r"^(╭─ .*?)options ─", rf"\1{options} ─", page, flags=re.MULTILINE)
+    # The box of a group says below its title, in Chinese, what its flags are for.
+    page = re.sub(r"^╭─ .*?options ─", f"╭─ {options} ─", page, flags=re.MULTILINE)
     page = page.replace("╭─ positional arguments ─", f"╭─ {arguments} ─")
     own_words = "show this help message and exit"
     page = page.replace(own_words, tr("show this help message and exit"))

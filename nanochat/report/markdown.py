@@ -183,7 +183,7 @@ def markdown(report: Mapping[str, Any], pictures: Collection[str]) -> str:
         smoke = tr(
             "This was the smoke preset, which shows that every stage works. Its 20 steps teach a "
             "model nothing: its answers are nonsense, and its accuracies are near 0. To train a "
-            "model that answers, type `bash speedrun.sh`."
+            "model that answers, type the same command without `--preset smoke`."
         )
         lines += [f"> {smoke}", ""]
     lines += _environment(report["environment"])

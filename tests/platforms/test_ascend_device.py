@@ -312,6 +312,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("torch_npu", None)
 
 
+def test_a_choice_of_cards_that_are_not_there_is_named(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (site / "torch_npu.py").write_text(NO_CARD)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3")
+    assert Ascend().unavailable().endswith("sees no NPU with ASCEND_RT_VISIBLE_DEVICES=3")
+
+
 @pytest.mark.parametrize(
     ("code", "reason"),
     [

@@ -54,7 +54,15 @@ class Ascend(Platform):
         except Exception as failure:  # a foreign library may raise anything
             why = errors.cannot_load(str(failure) or repr(failure))
             return tr("torch_npu could not be loaded: {why}", why=why)
-        return "" if is_usable else tr("torch_npu loaded, but sees no NPU")
+        if is_usable:
+            return ""
+        visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+        if visible is not None:
+            return tr(
+                "torch_npu loaded, but sees no NPU with ASCEND_RT_VISIBLE_DEVICES={visible}",
+                visible=visible,
+            )
+        return tr("torch_npu loaded, but sees no NPU")
 
     def idle_cards(self) -> str:
         """Return advice if this host has NPUs that cannot be used, or "" otherwise."""
