@@ -34,7 +34,16 @@ from nanochat.run import Plan, Run, launch, load_parent, open_folder
 from nanochat.step import NO_UPDATE
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import sizes, tuning_rules
-from nanochat.train.flags import Auto, Epochs, Free, Rare, RunFlags, StageFlags, check_ranges
+from nanochat.train.flags import (
+    Auto,
+    Epochs,
+    Free,
+    Rare,
+    RunFlags,
+    StageFlags,
+    check_adapter,
+    check_ranges,
+)
 from nanochat.train.samples import Graded
 from nanochat.train.setup import set_up
 from tasks.mixtures import rl_tasks
@@ -170,18 +179,10 @@ def open_start(cfg: Config, compute: Compute) -> Start:
     """
     flags = cfg.adapter
     stage = cfg.stage
-    new_alpha = flags.lora_alpha != AdapterFlags.lora_alpha
-    if flags.rank == 0 and new_alpha:
-        raise UserError(
-            tr(
-                "--{name} shapes an adapter, and --lora_rank=0 trains every parameter: "
-                "leave one of the two out",
-                name="lora_alpha",
-            ),
-            exit_code=2,
-        )
+    check_adapter(flags, "lora_alpha")
     if cfg.model is None and cfg.source != "tune":
         refuse_tuned(cfg.source, stage.model_tag)
+        new_alpha = flags.lora_alpha != AdapterFlags.lora_alpha
         if flags.rank or new_alpha or flags.learning_rate != "auto":
             raise UserError(
                 tr(

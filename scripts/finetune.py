@@ -51,6 +51,7 @@ from nanochat.train.flags import (
     Rare,
     RunFlags,
     TuningEpochs,
+    check_adapter,
     check_ranges,
 )
 from nanochat.train.forgetting import FIGURE, GeneralText, before_training, read_passages
@@ -107,20 +108,6 @@ class AdapterFlags:
     """bits of each weight of the frozen layers.
     16: they are in the number format of the computation.
     4: they are in NF4 with double quantisation, a quarter of that memory, and a step takes a little longer"""
-
-    def check(self) -> None:
-        """Raise UserError (exit code 2) if every parameter is trained, and a flag shapes an adapter."""
-        without = AdapterFlags(lora_rank=0, base_bits=self.base_bits)
-        for name in ("lora_alpha", "lora_dropout", "lora_targets", "rslora"):
-            if self.lora_rank == 0 and getattr(self, name) != getattr(without, name):
-                raise UserError(
-                    tr(
-                        "--{name} shapes an adapter, and --lora_rank=0 trains every parameter: "
-                        "leave one of the two out",
-                        name=name,
-                    ),
-                    exit_code=2,
-                )
 
     @property
     def shape(self) -> LoraConfig | None:
@@ -212,7 +199,7 @@ class Config:
                 ),
                 exit_code=2,
             )
-        self.adapter.check()
+        check_adapter(self.adapter, "lora_alpha", "lora_dropout", "lora_targets", "rslora")
         if self.adapter.base_bits == BITS and self.adapter.lora_rank == 0:
             raise UserError(
                 tr(

@@ -85,15 +85,8 @@ def checked(conversation: Conversation) -> Conversation:
     Raises ValueError if it holds no answer to train, or if the user shows an image, a video or a sound.
     """
     for turn in conversation.messages:
-        mark = _MEDIA.search(turn.text)
-        if mark is not None and turn.role == "user" and f"</{mark[0][1:]}" not in turn.text:
-            raise ValueError(
-                tr(
-                    'a question holds the mark "{mark}", and {rule}',
-                    mark=mark[0],
-                    rule=reads_no_media(),
-                )
-            )
+        if turn.role == "user":
+            _check_media(turn.text)
     answers = [turn for turn in conversation.messages if turn.role == "assistant"]
     if not answers:
         raise ValueError(
@@ -107,6 +100,18 @@ def checked(conversation: Conversation) -> Conversation:
             )
         )
     return conversation
+
+
+def _check_media(question: str) -> None:
+    mark = _MEDIA.search(question)
+    if mark is not None and f"</{mark[0][1:]}" not in question:
+        raise ValueError(
+            tr(
+                'a question holds the mark "{mark}", and {rule}',
+                mark=mark[0],
+                rule=reads_no_media(),
+            )
+        )
 
 
 def read_alternating(messages: Any) -> Conversation:

@@ -305,13 +305,13 @@ def _load_base(
 
     Raises UserError if that model is missing or has changed.
     """
-    from nanochat.checkpoint_manager.huggingface.adapter import BASE_BITS, tell_base_bits
+    from nanochat.checkpoint_manager.huggingface.adapter import base_bits, tell_base_bits
     from nanochat.checkpoint_manager.huggingface.weights import load_qwen
     from nanochat.models.lora import add_adapters
 
     base, lora = base_of_adapter(meta, where)
     model = load_qwen(base, compute, dtype, bits=bits)
-    tell_base_bits(meta["base"].get(BASE_BITS, 16), model, where)
+    tell_base_bits(base_bits(meta), model, where)
     add_adapters(model, lora)
     return model
 

@@ -9,7 +9,7 @@ import torch
 
 from nanochat import device
 from nanochat.checkpoint_manager.files import read_meta, step_dir
-from nanochat.checkpoint_manager.huggingface.adapter import BASE_BITS, tell_base_bits
+from nanochat.checkpoint_manager.huggingface.adapter import base_bits, tell_base_bits
 from nanochat.checkpoint_manager.huggingface.base import Base, open_base
 from nanochat.checkpoint_manager.huggingface.folders import model_name
 from nanochat.checkpoint_manager.load import base_of_adapter
@@ -111,7 +111,7 @@ def open_tuned(
             exit_code=2,
         )
     base = open_base(base_folder, None, None if rank == 0 else lora, compute, seed)
-    tell_base_bits(meta["base"].get(BASE_BITS, 16), base.model, where)
+    tell_base_bits(base_bits(meta), base.model, where)
     values = read_parameters(where)
     tensors = {name: values[name][: values[name].shape[0]] for name in values}
     modules = {name.rpartition(".lora_")[0] for name in tensors}

@@ -147,6 +147,25 @@ def _check_range(name: str, value: float) -> None:
         )
 
 
+def check_adapter(flags: Any, *shape: str) -> None:
+    """Raise UserError (exit code 2) if `flags` shape an adapter and say that none is trained.
+
+    `shape` names the flags that do, which may then have their defaults only.
+    """
+    if flags.lora_rank != 0:
+        return
+    for name in shape:
+        if getattr(flags, name) != getattr(type(flags), name):
+            raise UserError(
+                tr(
+                    "--{name} shapes an adapter, and --lora_rank=0 trains every parameter: "
+                    "leave one of the two out",
+                    name=name,
+                ),
+                exit_code=2,
+            )
+
+
 @dataclass(frozen=True)
 class RunFlags:
     """The flags of every training script, which say how it runs."""

@@ -78,6 +78,11 @@ def facts(model: nn.Module) -> dict[str, str]:
     return metadata
 
 
+def base_bits(meta: Mapping[str, Any]) -> int:
+    """Return the bits that a base's matrices had in training, by the meta.json of an adapter."""
+    return meta["base"].get(BASE_BITS, 16)
+
+
 def tell_base_bits(bits: int, model: nn.Module, folder: Path) -> None:
     """Log that the adapter in a folder runs on a base of another number format than in training.
 
