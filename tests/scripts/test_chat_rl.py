@@ -97,8 +97,9 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(files: Path, base_folder
 @pytest.mark.parametrize(("tuned_rank", "rank"), [(4, "auto"), (4, 0), (0, "auto"), (0, 0)])
 def test_rl_begins_with_what_was_tuned(files: Path, tuned_rank: int, rank: int | str) -> None:
     flags = {"model": files / "qwen3", "data": (str(files / "chats.jsonl"),), "out_tag": "tuned", "num_iterations": 4,
-             "learning_rate": 1e-2, "lora_rank": tuned_rank, "lora_dropout": 0.1, "replay_every": 0, "compile": False,
-             "max_length": 64}  # fmt: skip
+             "learning_rate": 1e-2, "lora_rank": tuned_rank, "replay_every": 0, "compile": False, "max_length": 64}  # fmt: skip
+    if tuned_rank:
+        flags["lora_dropout"] = 0.1
     finetune.train(configured(finetune.Config, **flags), on_cpu())
     run(files, model=None, source="tune", lora_rank=rank, learning_rate=0.0, num_iterations=1)
     after = load_model("rl", "made", None, on_cpu())

@@ -192,7 +192,7 @@ def test_an_earlier_stage_that_is_missing_or_unfinished_is_named_with_its_comman
 
 
 def test_sft_may_start_from_base(ready: Path) -> None:
-    with pytest.raises(UserError, match=r"parent: mid d2.* before, base d2.* now"):
+    with pytest.raises(UserError, match=r"starts from: mid d2.* before, base d2.* now"):
         run_stage("sft", source="base")
     up_to("sft", ready, ready.with_name("other"))
     os.environ["NANOCHAT_BASE_DIR"] = str(ready.with_name("other"))
