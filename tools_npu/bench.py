@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from nanochat.planner.calibration import Bench
 
 SECONDS = 3.0  # how long each measurement takes
-SLOW_SECONDS = 0.2  # the same on an emulated card, where a small matmul takes longer than SLOW
-SLOW = 1e-3  # seconds of a 512^3 matmul at 0.3 TFLOP/s, 1/100 of the slowest chip that trains
+SLOW_SECONDS = 0.2  # the same on an emulated card, where a 2048^3 matmul takes longer than SLOW
+SLOW = 6e-3  # at 2.9 TFLOP/s: above what a core emulates, and far below the slowest chip that trains
 # The sizes of matmuls: rows, inner, columns.
 SHAPES = ((8192, 8192, 8192), (16384, 1536, 6144), (4096, 4096, 4096))
 SLOW_SHAPES = ((256, 256, 256), (512, 128, 512))
@@ -67,8 +67,8 @@ class Card:
         self.torch = torch
         self.dtype = dtype
         self.wait = torch.npu.synchronize
-        small_matmul = average(self._multiply(512, 512, 512, dtype), 0.0, self.wait)
-        self.slow = small_matmul > SLOW
+        matmul = average(self._multiply(2048, 2048, 2048, dtype), 0.0, self.wait)
+        self.slow = matmul > SLOW
         self.seconds = seconds or (SLOW_SECONDS if self.slow else SECONDS)
 
     def _average(self, work: Callable[[], Any]) -> float:

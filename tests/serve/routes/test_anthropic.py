@@ -129,7 +129,7 @@ def test_a_reply_with_one_call_ends_after_it_if_the_client_says_so(scripted: htt
 
 
 def test_stop_reasons(served: Served) -> None:
-    answer = served.ok(MESSAGES, **asked(max_tokens=3))
+    answer = served.ok(MESSAGES, **asked(max_tokens=3, temperature=0))
     assert (answer["stop_reason"], answer["usage"]["output_tokens"]) == ("max_tokens", 3)
     text = served.ok(MESSAGES, **asked(max_tokens=12, temperature=0))["content"][0]["text"]
     stop = text[4:6]
