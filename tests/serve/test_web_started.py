@@ -75,12 +75,12 @@ def test_a_run_outlives_its_page_and_its_server(browser: Browser, tmp_path: Path
             page,
             model=str(tmp_path / "model"),
             data=f"{tmp_path}/chats.jsonl",
-            num_iterations="100000",
+            num_iterations="10000",
             max_length="48",
         )
         fill(page, target_examples_per_step="4", eval_every="0")
         page.get_by_label("--compile").select_option("False")
-        expect(page.locator("#command")).to_contain_text("--num_iterations=100000")
+        expect(page.locator("#command")).to_contain_text("--num_iterations=10000")
         page.get_by_role("button", name="Start", exact=True).click()
         card = page.locator(".started")
         expect(card.get_by_role("heading")).to_be_focused()
