@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SECONDS = 3.0  # how long each measurement takes
 SLOW_SECONDS = 0.2  # the same on an emulated card, where a 2048^3 matmul takes longer than SLOW
-SLOW = 6e-3  # at 2.9 TFLOP/s: above what a core emulates, and far below the slowest chip that trains
+SLOW = 6e-3  # at 2.9 TFLOP/s: more than a core emulates, much less than a chip that trains has
 # The sizes of matmuls: rows, inner, columns.
 SHAPES = ((8192, 8192, 8192), (16384, 1536, 6144), (4096, 4096, 4096))
 SLOW_SHAPES = ((256, 256, 256), (512, 128, 512))
