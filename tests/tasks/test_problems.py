@@ -141,6 +141,8 @@ def test_the_final_answer_of_a_text(text: str, answer: str) -> None:
         (r"2\pi", "2", False),
         ("1.2.3", ".3", False),
         ("Problem 2: 3", "3", True),
+        ("The total (in euros) - 3", "3", True),
+        ("*(a)* **3**", "3", True),
         ("24/2 = 12", "12", True),
         (r"It is \textbf{12} _12_", "12", True),
         ("The area is 12 cm^2.", "12", True),
