@@ -18,6 +18,7 @@ from nanochat import device
 from nanochat.checkpoint_manager.load import Loaded
 from nanochat.common import UserError, base_dir, log, sha256_of, tr, warn, write_atomic
 from nanochat.data.command_line import run
+from nanochat.data.mixing import Data
 from nanochat.device import Compute
 from nanochat.evals import core as core_eval
 from nanochat.evals import loss as loss_eval
@@ -205,22 +206,27 @@ def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
     return core
 
 
-def evaluate_bits(
-    cfg: Config,
-    loaded: Loaded,
-    compute: Compute,
-) -> loss_eval.Loss | None:
-    """Measure the validation loss, log its bits per byte, and return the loss.
+def find_texts(cfg: Config, loaded: Loaded) -> Data | None:
+    """Return the corpus to measure bits per byte on.
 
     Without --data, returns None if the corpus that the model was trained on is not here.
     """
     try:
-        data = texts_for(cfg.data, loaded)
+        return texts_for(cfg.data, loaded)
     except UserError as missing:
         if cfg.data is not None:
             raise
         log(tr("bits per byte are left out: {missing}", missing=missing))
         return None
+
+
+def evaluate_bits(
+    cfg: Config,
+    loaded: Loaded,
+    data: Data,
+    compute: Compute,
+) -> loss_eval.Loss:
+    """Measure the validation loss, log its bits per byte, and return the loss."""
     loss = loss_eval.evaluate_split(
         loaded.model,
         loaded.tokenizer,
@@ -267,10 +273,12 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
             step=loaded.step,
         )
     )
+    data = find_texts(cfg, loaded)  # refused before hours of CORE, as is a folder without a bundle
+    core_eval.find_bundle(cfg.eval_bundle)
     scores, broken = evaluate_tasks(cfg, loaded, compute)
     core = evaluate_core(cfg, loaded, compute)
     broken += core.broken if core else ()
-    bits = evaluate_bits(cfg, loaded, compute)
+    bits = None if data is None else evaluate_bits(cfg, loaded, data, compute)
     if core is None and bits is None and not scores and not broken:
         raise UserError(
             tr(

@@ -39,10 +39,11 @@ def one_of(
 _NUMBER = re.compile(r"(?:(?<![\d.])-(?:\\?[$¥€£]\s*)?)?(?:\d[\d,]*)?(?:\d|\.\d+)")
 _UNREAD = re.compile(r"[^\d.-]")  # in a number: its currency and what separates thousands
 _EXPONENT = re.compile(r"[⁰¹²³⁴-⁹⁺⁻]+|\^\s*(?:\{[^{}]*\}|[-+]?\d+)")
-# What is before, after or in a number that is no number of its own, as in 1/3, \frac{1}{3}, x_1,
-# 2:3, 2^5 and 1,2. The second sign of each pair is the slash of ⅓ in NFKC.
-_BEFORE = re.compile(r"(?:[/⁄{]\s*|[^\W_]_|\d:)$")
-_AFTER = re.compile(r"\s*(?:\^|[/⁄]\s*\d)")
+# What is before, after or in a number that is no number of its own, as in 1/3, \frac{1}{3}, √3,
+# x_1, 2:3, 1e5, 2 + 3, 2^5, 2π and 1,2. The second sign of each pair is the slash of ⅓ in NFKC.
+_OPERATOR = r"(?:\d\s*[-*x]|[\d)}]\s*(?:[+×÷·]|\\(?:times|cdot|div)))\s*"
+_BEFORE = re.compile(rf"(?:(?:[/⁄{{√]|\\sqrt)\s*|[^\W_]_|\d:|\d(?:e\+?)?|{_OPERATOR})$", re.I)
+_AFTER = re.compile(r"\s*(?:\^|[/⁄]\s*\d|π|\\pi)")
 _IN_LIST = re.compile(r",(?!\d{2,3}(?!\d))")
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +19,17 @@ _QUESTIONS = ("question", "problem", "prompt", "instruction", "query", "messages
 _ANSWERS = ("answer", "answers", "solution", "ground_truth", "target")
 _BRACE = re.compile(r"\\boxed\s*\{|(?<!\\)[{}]")  # \{ and \} are signs of a formula
 _STYLED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")  # words in a formula
-_MARKER = re.compile(r"(?:####|answer\s*(?:is|:)|答案\s*(?:是|为|[::])?)\s*", re.I)
+# How LaTeX writes the ends of a formula, degrees, and fractions of another size.
+_FORMULA_END = re.compile(r"(?<!\\)\\[()\[\]]")
+_DEGREES = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})")
+_FRACTION = re.compile(r"\\[dt]frac(?![a-z])")
+# 答案 alone is a word of a sentence, such as 42就是答案, unless a space or a number follows.
+_ANSWER_IS = r"答案[\s*]*(?:应?该?[是为]|就是|选|[:\uff1a]|(?=[\s\d$\\-]))"
+_MARKER = re.compile(rf"(?:####|answer[\s*]*(?:is|[:\uff1a])|{_ANSWER_IS})\s*", re.I)
 _AROUND = " .,;:!?。、\"'`*()[]「」“”‘’$"
 _WHOLE = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}|\d+)"
 _NUMBER = re.compile(rf"[-+]?(?:\\?[$¥€£])?\s*(?:{_WHOLE}(?:\.\d+)?|\.\d+)\s*(?:\\?%|[.。])?")
-_COMMA = re.compile(r"\{,\}|,\\!")  # how LaTeX writes the comma of 1,000
+_COMMA = re.compile(r"\{,\}|,\\!|(?<=\d)\\,(?=\d{3}(?!\d))")  # how LaTeX writes the comma of 1,000
 _BRACKETS = re.compile(r"([\[(])[^\[\]()]*,[^\[\]()]*([\])])")  # of an interval or a point
 
 
@@ -81,13 +88,14 @@ def final_answer(text: str) -> str:
     """Return the final answer in a text, or "" if there is none.
 
     That is the content of the last \\boxed{...}, or else what follows the last `####`, "answer is",
-    "Answer:" or 答案, or else the last line that is not empty.
+    "Answer:" or 答案是, or else the last line that is more than marks such as $$.
     """
     return _marked_answer(text)[1]
 
 
 def _marked_answer(text: str) -> tuple[str, str]:
     """Return the marker before the final answer of a text, or "" if it has none, and the answer."""
+    text = _FRACTION.sub(r"\\frac", _DEGREES.sub("°", _FORMULA_END.sub("$", text)))
     text = _STYLED.sub(r"\1", _COMMA.sub(",", text))
     boxed = _boxed(text)
     if boxed is not None:
@@ -97,7 +105,7 @@ def _marked_answer(text: str) -> tuple[str, str]:
     for match in _MARKER.finditer(text):
         marker = match[0]
         start = match.end()
-    lines = [line for line in text[start:].strip().splitlines() if line.strip()]
+    lines = [line for line in text[start:].splitlines() if plain(line)]  # not those of marks alone
     if not lines:
         return marker, ""
     return marker, lines[0 if marker else -1].strip()
@@ -129,8 +137,9 @@ def is_right(reply: str, answer: str) -> bool:
     """Return whether the final answers of `reply` and `answer` agree, as numbers or as words."""
     marker, reply_answer = _marked_answer(reply)
     right_answer = final_answer(answer)
-    if _NUMBER.fullmatch(in_one_form(right_answer).strip()):
-        number = final_number(right_answer)
+    right_number = in_one_form(right_answer).strip(" $*")
+    if _NUMBER.fullmatch(right_number):
+        number = final_number(right_number.replace(" ", ""))  # the sign may stand apart
         if number is not None:  # None for more digits than final_number() reads
             return final_number(marker + reply_answer, alone=True) == number
     brackets = [_brackets(text) for text in (reply_answer, right_answer)]
@@ -200,7 +209,7 @@ def _answers(value: Mapping[str, Any]) -> tuple[str, ...]:
                 keys=first_keys(value),
             )
         )
-    answers = tuple(map(str, answer if isinstance(answer, list) else [answer]))
+    answers = tuple(map(_text_of, answer if isinstance(answer, list) else [answer]))
     if not answers or not all(plain(final_answer(text)) for text in answers):
         raise ValueError(
             tr(
@@ -209,6 +218,11 @@ def _answers(value: Mapping[str, Any]) -> tuple[str, ...]:
             )
         )
     return answers
+
+
+def _text_of(answer: Any) -> str:
+    """Return an answer as text, and a number without an exponent."""
+    return f"{Decimal(str(answer)):f}" if isinstance(answer, float) else str(answer)
 
 
 def _answer_of(value: Mapping[str, Any]) -> Any:

@@ -114,6 +114,14 @@ def test_base_eval_refuses_a_size_before_it_loads_the_model() -> None:
         base_eval.evaluate(base_eval.Config(split_tokens=0), CPU)
 
 
+@pytest.mark.parametrize("wrong", [{"data": "dogs"}, {"eval_bundle": "nowhere"}])
+def test_base_eval_refuses_what_is_not_here_before_it_measures(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+    make_checkpoint()
+    monkeypatch.setattr(base_eval, "evaluate_tasks", lambda *_: pytest.fail("measured"))
+    with pytest.raises(UserError, match=r"dogs|nowhere"):
+        base_eval.evaluate(base_eval.Config(**{"eval_bundle": str(BUNDLE), **wrong}), CPU)
+
+
 def test_base_eval_without_a_bundle_measures_bits() -> None:
     make_checkpoint()
     make_corpus()

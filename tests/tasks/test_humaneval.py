@@ -28,6 +28,7 @@ def test_code_is_found_in_all_the_ways_models_give_it(humaneval: HumanEval) -> N
         "    return sum(numbers)",
         f"Sure!\n```python\n{whole}\n```\nThis adds them.",
         f"```\n{whole}",  # cut off
+        "1. It adds them:\n   ```python\n   def total(numbers):\n       return sum(numbers)\n   ```",
         f"First\n```sh\nls\n```\nthen\n```py\n{whole}\n```",
         "```python\n    return sum(numbers)\n```",
     ]

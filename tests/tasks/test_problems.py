@@ -79,6 +79,18 @@ def test_turns_before_the_question_are_kept() -> None:
         ("答案:北京", "北京"),
         ("Thinking aloud\n\nParis\n", "Paris"),
         ("", ""),
+        # marks on lines of their own, and between the words
+        ("**Answer:**\n\n42", "42"),
+        ("**Answer**: Paris", "Paris"),
+        ("The final answer is:\n$$\n42\n$$", "42"),
+        ("So\n\\[\nx = 42\n\\]", "x = 42"),
+        # 答案 in other sentences
+        ("答案是42。\n希望这个答案对你有帮助。", "42。"),
+        ("42就是答案。", "42就是答案。"),
+        ("**答案**：北京", "北京"),
+        ("答案应该是北京", "北京"),
+        ("答案选B", "B"),
+        ("答案42\n三步", "42"),
     ],
 )
 def test_the_final_answer_of_a_text(text: str, answer: str) -> None:
@@ -120,11 +132,29 @@ def test_the_final_answer_of_a_text(text: str, answer: str) -> None:
         ("2^5", "2", False),
         ("x_2", "2", False),
         ("2:3", "3", False),
+        ("√3", "3", False),
+        (r"\boxed{\sqrt3}", "3", False),
+        ("1e5", "5", False),
+        ("2 + 3", "3", False),
+        (r"7 \times 3", "3", False),
+        ("12 - 5", "5", False),
+        (r"2\pi", "2", False),
+        ("1.2.3", ".3", False),
         ("Problem 2: 3", "3", True),
+        ("The total (in euros) - 3", "3", True),
+        ("*(a)* **3**", "3", True),
         ("24/2 = 12", "12", True),
         (r"It is \textbf{12} _12_", "12", True),
         ("The area is 12 cm^2.", "12", True),
         ("The area is 12 m².", "12", True),
+        # other ways to write the same
+        (r"The answer is \(\frac{1}{2}\).", r"\frac{1}{2}", True),
+        (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}", True),
+        (r"\boxed{45^{\circ}}", "45", True),
+        (r"\boxed{10\,000}", "10000", True),
+        ("The answer is -5.", "- 5", True),
+        ("5", "- 5", False),
+        ("x = 42", "$42$", True),
         # lists
         (r"\boxed{1, 2}", "1,2", True),
         (r"\boxed{12}", "1,2", False),
@@ -141,6 +171,10 @@ def test_the_final_answer_of_a_text(text: str, answer: str) -> None:
 )
 def test_a_reply_is_right_if_it_ends_with_the_answer(reply: str, answer: str, right: bool) -> None:
     assert is_right(reply, answer) is right
+
+
+def test_a_number_of_json_is_right_without_its_exponent() -> None:
+    assert read_problem({"question": "1/100,000?", "answer": 1e-05}).answers == ("0.00001",)
 
 
 def test_any_of_several_answers_is_right(tmp_path: Path) -> None:
