@@ -130,7 +130,8 @@ class Meter:
                     "{bad_steps} updates in a row were skipped, the last at step {step} "
                     "({reason}). The newest checkpoint holds the parameters from before "
                     "these updates. Lower the learning rates, or look for bad data near this "
-                    "step, then type the same command again.",
+                    "step, then begin again with --resume=none, since a run resumes only with "
+                    "the same rates and data.",
                     bad_steps=BAD_STEPS,
                     step=step,
                     reason=outcome.reason,

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
@@ -553,8 +553,24 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
     return chat
 
 
+def check_remote(cfg: Config) -> None:
+    """Raise UserError (exit code 2) if a flag is about a model here, and --url names a server."""
+    about_models = (*(flag.name for flag in fields(ModelFlags)), "adapter", "dtype", "device_type")
+    for name in about_models:
+        if getattr(cfg, name) != getattr(Config, name):
+            raise UserError(
+                tr(
+                    "--{name} is about a model that is loaded here, and --url chats with the model "
+                    "of a server: leave one of the two out",
+                    name=name,
+                ),
+                exit_code=2,
+            )
+
+
 def chat_with_server(cfg: Config, sampling: Sampling, notes: TextIO) -> Chat:
     """Connect to the server of --url, print notes about the server, and return the chat."""
+    check_remote(cfg)
     api_key = cfg.api_key or os.environ.get("NANOCHAT_API_KEY", "")
     server = Remote(cfg.url, api_key)
     chat = Chat(server, sampling, language(cfg.lang), sys.stdout, notes)

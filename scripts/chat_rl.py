@@ -46,7 +46,7 @@ from nanochat.train.flags import (
 )
 from nanochat.train.samples import Graded
 from nanochat.train.setup import set_up
-from tasks.mixtures import rl_tasks
+from tasks.mixtures import own_content, rl_tasks
 
 
 @dataclass(frozen=True)
@@ -235,6 +235,7 @@ def train(cfg: Config, compute: Compute) -> None:
     tag = cfg.stage.own_tag(start.name, cfg.problems)
     corpus = cfg.stage.corpus(start.corpus or "")
     identity = {"parent": start.identity, "corpus": corpus, **rewards.fingerprint, **start.facts}
+    identity |= own_content(cfg.problems)
     folder = open_folder("rl", tag, cfg, cfg.run, compute, **identity)
     log(
         tr(

@@ -59,7 +59,7 @@ from nanochat.train.preferences import PreferenceLoss, add_references
 from nanochat.train.setup import check_room, set_up
 from nanochat.train.sizes import Batch
 from nanochat.train.validation import Validation, validation_line
-from tasks.mixtures import Mix, own_conversations, own_pairs
+from tasks.mixtures import Mix, own_conversations, own_pairs, split_weight
 
 # A fact that no flag names: whether the device could hold the whole model when the run began.
 ROOM_FACT = "room for own words"
@@ -88,6 +88,22 @@ class LossFlags:
         """
         loss = PreferenceLoss(self.dpo_beta, self.dpo_label_smoothing, self.dpo_sft_weight)
         return loss if self.loss == "dpo" else None
+
+    def check(self) -> None:
+        """Raise UserError (exit code 2) if a setting of dpo is given and another loss is learned."""
+        if self.loss == "dpo":
+            return
+        for name in ("dpo_beta", "dpo_label_smoothing", "dpo_sft_weight"):
+            if getattr(self, name) != getattr(type(self), name):
+                raise UserError(
+                    tr(
+                        "--{name} is a setting of --loss=dpo, and the loss is {loss}: add "
+                        "--loss=dpo, or leave --{name} out",
+                        name=name,
+                        loss=self.loss,
+                    ),
+                    exit_code=2,
+                )
 
 
 @dataclass(frozen=True)
@@ -199,6 +215,7 @@ class Config:
                 ),
                 exit_code=2,
             )
+        self.objective.check()
         check_adapter(self.adapter, "lora_alpha", "lora_dropout", "lora_targets", "rslora")
         if self.adapter.base_bits == BITS and self.adapter.lora_rank == 0:
             raise UserError(
@@ -257,7 +274,7 @@ class Config:
         """The tag of the resulting model."""
         if self.out_tag is not None:
             return self.out_tag
-        first_file = self.data[0].rpartition(":")[0] or self.data[0]
+        first_file, _ = split_weight(self.data[0])
         name = model_name(published_folder(self.model)).rpartition("/")[2]
         return f"{name}-{name_of(first_file)}"
 

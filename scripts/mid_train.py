@@ -28,7 +28,7 @@ from nanochat.train.flags import (
 )
 from nanochat.train.setup import set_up
 from nanochat.train.validation import Validation, validation_line
-from tasks.mixtures import curriculum, mix
+from tasks.mixtures import curriculum, mix, own_content
 from tasks.needs import warn_of_missing
 
 
@@ -70,13 +70,6 @@ def train(cfg: Config, compute: Compute) -> None:
     """Midtrain a base model, resuming from any checkpoint that --resume selects."""
     parent, tag = parent_of("base", cfg.base_step, "mid", cfg.stage, cfg.chats.own_file)
     corpus = cfg.stage.corpus(parent.corpus)
-    folder = open_folder("mid", tag, cfg, cfg.run, compute, parent=parent.identity, corpus=corpus)
-    model, tokenizer = load_parent(parent, compute, cfg.stage.matmul)
-    parameters = model.parameter_counts()["total"]
-    batch = sizes.batch(
-        cfg.batch, model.config, parameters, corpus, compute, begun_rows=folder.begun_rows
-    )
-
     mixture = mix(
         "mid",
         corpus,
@@ -85,6 +78,14 @@ def train(cfg: Config, compute: Compute) -> None:
         cfg.chats.mix,
         cfg.chats.skip_bad_lines,
     )
+    facts = {"parent": parent.identity, "corpus": corpus, **own_content(cfg.chats.own_file)}
+    folder = open_folder("mid", tag, cfg, cfg.run, compute, **facts)
+    model, tokenizer = load_parent(parent, compute, cfg.stage.matmul)
+    parameters = model.parameter_counts()["total"]
+    batch = sizes.batch(
+        cfg.batch, model.config, parameters, corpus, compute, begun_rows=folder.begun_rows
+    )
+
     length = model.config.sequence_len
     rows, val_rows = chat_rows(
         "mid", mixture, tokenizer, length, cfg.run.seed, masked=cfg.answers_only

@@ -293,7 +293,7 @@ def _read_weighted(
     weights = []
     contents = []
     for file in files:
-        path, weight = _split_weight(file)
+        path, weight = split_weight(file)
         file_items = read_records(path)
         for i in range(max(int(len(file_items) * weight), 1)):
             item = file_items[int(i / weight) % len(file_items)]
@@ -327,7 +327,7 @@ def _read_weighted(
     return ", ".join(names), key, Numbered(items, numbers, every)
 
 
-def _split_weight(file: str) -> tuple[str, float]:
+def split_weight(file: str) -> tuple[str, float]:
     """Return the path and the weight in FILE:WEIGHT; a FILE alone has weight 1.
 
     Raises UserError (exit code 2) if the weight is not above 0 and at most MOST_TIMES.
@@ -351,6 +351,16 @@ def _split_weight(file: str) -> tuple[str, float]:
             2,
         )
     return path, value
+
+
+def own_content(file: str | None) -> dict[str, str]:
+    """Return what identifies the content of your file, folder or pattern, for RunSettings.
+
+    It is empty without a file. A finished run whose file has changed since is not done.
+    """
+    if file is None:
+        return {}
+    return {"content": sha256(_content(file).encode()).hexdigest()[:16]}
 
 
 def _content(file: str) -> str:

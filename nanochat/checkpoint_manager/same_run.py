@@ -31,6 +31,8 @@ FORMER_FACTS = ("held out", "automatic learning rate")
 # A hash of the settings and the chat format of a published model. Version 1.0.0 did not record it.
 BASE_FACT = "config.json and chat template"
 PARENT = "parent"
+# A hash of the user's own files. Only fine-tuning of published models recorded it in version 1.0.0.
+CONTENT = "content"
 MATMUL = "matmul"
 # Names in made_with(): hashes of the files that the program has loaded, and of all other files.
 CODE = ("code", "other_code")
@@ -84,8 +86,8 @@ class RunSettings:
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
         """Return a list with a phrase for each setting whose value differs from that in `saved`.
 
-        Free and removed flags and FORMER_FACTS are ignored, and BASE_FACT too if `saved` lacks it.
-        Old names of flags are translated. The parent of a run of version 1.0.0 ends with a shorter
+        Free and removed flags and FORMER_FACTS are ignored, and of BASE_FACT and CONTENT those that
+        `saved` lacks. Old names of flags are translated. The parent of a run of version 1.0.0 ends with a shorter
         mark of the published model, with which today's mark begins.
         """
         removed = {*removed_flags(), *FORMER_FACTS}
@@ -95,7 +97,7 @@ class RunSettings:
         for switch, (flag, setting) in REPLACED.items():
             if renamed.pop(switch, False):
                 renamed[flag] = setting
-        ignored = self.free if BASE_FACT in renamed else {*self.free, BASE_FACT}
+        ignored = {*self.free, *{BASE_FACT, CONTENT}.difference(renamed)}
         changes = []
         for name in sorted({*renamed, *self.values}.difference(ignored)):
             default = self.defaults.get(name)
@@ -107,6 +109,8 @@ class RunSettings:
                 label = f"--{name}" if name in self.defaults else name
                 if name == PARENT:
                     label = tr("the model that it starts from")
+                elif name == CONTENT:
+                    label = tr("the content of your files")
                 changes.append(
                     tr(
                         "{label}: {value_before} before, {value_now} now",

@@ -12,6 +12,9 @@ from nanochat import device
 from nanochat.checkpoint_manager.files import new_folder
 from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.checkpoint_manager.huggingface.expert_files import one_by_one
+from nanochat.checkpoint_manager.huggingface.folders import read_object
+from nanochat.checkpoint_manager.huggingface.generation import FILE_NAME as GENERATION
+from nanochat.checkpoint_manager.huggingface.generation import listed_ends
 from nanochat.checkpoint_manager.huggingface.template import CHATML
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.load import Loaded
@@ -94,7 +97,8 @@ def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:
     shape = loaded.model.config
     end_of_reply = tokenizer.special("assistant_end")
     if isinstance(tokenizer, FolderTokenizer):
-        config = published(shape) | {"eos_token_id": end_of_reply, "torch_dtype": dtype}
+        ends = _ends(tokenizer.folder, end_of_reply)
+        config = published(shape) | {"eos_token_id": ends, "torch_dtype": dtype}
         bos = tokenizer.named("bos_token")
         if bos is not None:
             config["bos_token_id"] = bos
@@ -126,6 +130,18 @@ def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:
         },
         "tokenizer.json": tokenizer_json(tokenizer),
     }
+
+
+def _ends(folder: Path, end_of_reply: int) -> int | list[int]:
+    """Return the ends of a reply for config.json: several only where no other file lists them.
+
+    generation_config.json is copied, and comes before config.json where it lists any.
+    """
+    listed = listed_ends(folder)
+    is_elsewhere = read_object(folder / GENERATION).get("eos_token_id") is not None
+    if is_elsewhere or end_of_reply not in listed or len(listed) == 1:
+        return end_of_reply
+    return listed
 
 
 def _own_config(shape: Any) -> dict[str, Any]:

@@ -138,7 +138,8 @@ def figures(runs: Sequence[Run], price_per_hour: float | None) -> list[list[str]
     """
     rows = _total_costs(runs)
     if price_per_hour is not None:
-        prices = [f"{price_per_hour * run.total['minutes'] / 60:,.2f}" for run in runs]
+        minutes = [run.total["minutes"] for run in runs]
+        prices = [f"{price_per_hour * time / 60:,.2f}" if time else "" for time in minutes]
         rows.append([tr("cost at {price:g} an hour", price=price_per_hour), *prices])
     for stage in COLUMNS:
         for key, name in training_figures().items():
@@ -152,16 +153,19 @@ def figures(runs: Sequence[Run], price_per_hour: float | None) -> list[list[str]
 def _total_costs(runs: Sequence[Run]) -> list[list[str]]:
     """Return the rows with the costs of whole runs, without empty rows.
 
-    A cell is empty if the run's report has no costs, because speedrun.sh did not start its stages.
+    Where speedrun.sh did not start the stages of a run, only the time of its training is known.
     """
     time = [tr("time")]
     cpu_time = [tr("CPU time")]
     memory = [tr("memory in GB")]
     for run in runs:
-        is_known = bool(run.total["minutes"])
-        time.append(duration(60 * run.total["minutes"]) if is_known else "")
-        cpu_time.append(duration(60 * run.total["cpu_minutes"]) if is_known else "")
-        memory.append(f"{run.total['memory_gb']:.2f}" if is_known else "")
+        minutes, cpu_minutes = run.total["minutes"], run.total["cpu_minutes"]
+        spent = duration(60 * minutes) if minutes else ""
+        if minutes and not cpu_minutes:
+            spent = tr("{time} of training", time=spent)
+        time.append(spent)
+        cpu_time.append(duration(60 * cpu_minutes) if cpu_minutes else "")
+        memory.append(f"{run.total['memory_gb']:.2f}" if cpu_minutes else "")
     return [row for row in (time, cpu_time, memory) if any(row[1:])]
 
 

@@ -236,13 +236,15 @@ class StageFlags:
         """Return the corpus that --data names, or without --data `inherited`, the parent's corpus.
 
         The conversations of corpora that nanochat can make or download need no texts of them. Any
-        other corpus must be here. Raises UserError (exit code 2) as resolve_data() does.
+        other corpus must be here, and a path becomes its name, by which later stages find it from
+        any folder. Raises UserError (exit code 2) as resolve_data() does.
         """
         if self.data is None:
             return inherited
-        if not {*unweighted(self.data).split(",")} <= {"tinyworld", *SOURCES}:
-            resolve_data(self.data)
-        return self.data
+        if {*unweighted(self.data).split(",")} <= {"tinyworld", *SOURCES}:
+            return self.data
+        data = resolve_data(self.data)
+        return data.name if len(data.corpora) == 1 else self.data
 
     def own_tag(self, parent_tag: str, file: str | None) -> str:
         """Return the tag of this stage's checkpoints: --out_tag, or else one based on `parent_tag`.

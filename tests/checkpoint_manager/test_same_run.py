@@ -8,6 +8,7 @@ import pytest
 
 from nanochat.checkpoint_manager.same_run import (
     BASE_FACT,
+    CONTENT,
     RunSettings,
     check_code,
     check_settings,
@@ -59,9 +60,11 @@ def test_a_new_flag_at_its_default_lets_old_runs_resume() -> None:
         check_settings(Path("run"), meta(saved), RunSettings.of(New(depth=4, window="S"), corpus="cats"))
 
 
-def test_of_the_facts_that_a_checkpoint_lacks_only_the_newest_does_not_matter() -> None:
+def test_of_the_facts_that_a_checkpoint_lacks_only_the_newest_do_not_matter() -> None:
     saved = RunSettings.of(Old())
-    assert not RunSettings.of(Old(), **{BASE_FACT: "1"}).changes(saved.values)
+    assert not RunSettings.of(Old(), **{BASE_FACT: "1", CONTENT: "1"}).changes(saved.values)
+    (change,) = RunSettings.of(Old(), **{CONTENT: "2"}).changes({**saved.values, CONTENT: "1"})
+    assert change == "the content of your files: 1 before, 2 now"
     assert RunSettings.of(Old(), reward_code="1").changes(saved.values) == ["reward_code: None before, 1 now"]
     assert RunSettings.of(Old(), **{BASE_FACT: "2"}).changes({**saved.values, BASE_FACT: "1"})
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from nanochat.checkpoint_manager.huggingface.generation import listed_ends
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.checkpoint_manager.load import load_model
+from nanochat.common import read_json, write_json
 from nanochat.data.conversation import chat
 from nanochat.export.__main__ import Config, main
 from scripts import finetune
@@ -56,6 +58,16 @@ def test_transformers_computes_the_tuned_model(rank: int, tune: Any, tmp_path: P
     made = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert made == loaded.tokenizer.render_prompt(chat("the cat?"))
     assert theirs.generation_config.eos_token_id == [302, 300]
+
+
+def test_every_end_of_a_reply_that_only_config_json_lists_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    folder_with(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
+    config = tmp_path / "model" / "config.json"
+    write_json(config, {**read_json(config), "eos_token_id": [302, 300, 5]})
+    main(Config(tmp_path / "out", model=tmp_path / "model"))
+    assert listed_ends(tmp_path / "out") == [302, 300, 5]
 
 
 def test_transformers_replies_as_a_tuned_mixture_with_deltanets_is_served(tune: Any, tmp_path: Path) -> None:

@@ -78,6 +78,15 @@ def test_the_command_line_writes_the_page_and_refuses_what_is_no_report(runs: li
             load_run(str(base_folder / "wrong.json"))
 
 
+def test_of_a_run_whose_stages_were_typed_only_the_time_of_training_is_known(runs: list[Run]) -> None:
+    runs[1].report["summary"] |= {"cpu_minutes": 0.0, "memory_gb": 0.0}
+    rows = {row[0]: row[1:] for row in figures(runs, price_per_hour=8)}
+    assert rows["time"][1] == "22 min 30 s of training"
+    assert rows["CPU time"][0] and rows["CPU time"][1] == rows["memory in GB"][1] == ""
+    runs[0].report["summary"]["minutes"] = 0.0
+    assert ["cost at 8 an hour", "", "3.00"] in figures(runs, price_per_hour=8)
+
+
 def test_a_report_without_training_has_no_cost_and_no_curves(runs: list[Run], tmp_path: Path) -> None:
     """As where base_loss ran again in a base folder of its own: what is not known must not stand there as 0."""
     for run in runs:

@@ -102,6 +102,7 @@ def test_only_the_answer_is_on_standard_output_and_pipe_and_flag_give_the_same(t
         (("-p", "cat", "-k", "-1"), b"", 2, "top_k"),
         (("-p", "cat", "-t", "101"), b"", 2, "--temperature must be from 0 to 100, got 101: type --temperature 1, for"),
         (("-p", "cat", "--context", "10"), b"", 2, "--context must be from 32 to 160, .* got 10"),
+        (("-p", "cat", "--url", "http://127.0.0.1:9", "-g", "d2"), b"", 2, "--model_tag is about a model .* --url"),
     ],
 )
 def test_what_cannot_be_answered_is_one_message_and_no_output(flags, stdin, code, message, typed):

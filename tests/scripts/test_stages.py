@@ -172,7 +172,7 @@ def test_rl_on_your_own_problems_is_kept_beside_what_is_there(ready: Path, tmp_p
     assert latest_step(own) == 1 and not stage_folder(ready, "rl").exists()
     assert read_meta(own, 1)["config"]["problems"] == str(file)
     file.write_text("".join(lines[:-1]), encoding="utf-8")
-    with pytest.raises(UserError, match="other data"):
+    with pytest.raises(UserError, match="the content of your files: "):
         run_stage("rl", num_iterations=2, problems=str(file))
 
 
@@ -264,3 +264,7 @@ def test_your_own_conversations_are_learned_beside_what_is_there(ready: Path) ->
         assert latest_step(folder.with_name(f"{folder.name}-pirates")) == 20
     meta = read_meta(stage_folder(ready, "sft").with_name("d2-pirates"), 20)
     assert meta["config"]["parent"].startswith("mid d2-pirates step 20")
+    chats.write_text("\n".join(line % (i, i + 1) for i in range(300)), encoding="utf-8")
+    for stage in ("mid", "sft"):  # what was trained on the file as it was is not done
+        with pytest.raises(UserError, match="the content of your files: "):
+            run_stage(stage, model_tag=None, conversations=str(chats))

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from nanochat.checkpoint_manager.same_run import OLD_FLAGS, RunSettings
-from nanochat.common import UserError
+from nanochat.common import UserError, write_json
 from nanochat.data.command_line import flags_of, parse
+from nanochat.data.shards import write_shards
 from nanochat.train.flags import ABOVE_ZERO, LEAST, ChatFlags, Epochs, ScheduleFlags, StageFlags
 from scripts import base_train, chat_rl, chat_sft, finetune, mid_train
 from tests.support.flags import configured
@@ -156,6 +157,31 @@ def test_a_later_stage_refuses_a_corpus_that_is_not_there(base_folder: Path) -> 
     for data in ("tinyworld", "fineweb", "climbmix:0.5,fineweb-zh:0.5"):  # whose conversations need no texts
         assert StageFlags(data=data).corpus("gone") == data
     assert StageFlags().corpus("gone") == "gone"
+
+
+def test_a_corpus_that_is_named_by_its_source_keeps_its_own_name(
+    base_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that remembered ./texts was refused by the next stage where it was typed in another folder."""
+    (tmp_path / "texts").mkdir()
+    folder = base_folder / "base_data" / "mine"
+    write_shards(folder, ["a text", "another"])
+    write_json(folder / "corpus.json", {"source": str((tmp_path / "texts").resolve())})
+    monkeypatch.chdir(tmp_path)
+    assert StageFlags(data="./texts").corpus("tinyworld") == "mine"
+
+
+@pytest.mark.parametrize("flag", ["dpo_beta", "dpo_label_smoothing", "dpo_sft_weight"])
+def test_settings_of_dpo_are_refused_with_another_loss(flag: str) -> None:
+    made("tune", loss="dpo", **{flag: 0.25})
+    with pytest.raises(UserError, match=f"--{flag} is a setting of --loss=dpo") as refused:
+        made("tune", **{flag: 0.25})
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("data", "name"), [("a:v2.jsonl", "a:v2"), ("a.jsonl:2", "a"), ("b/a.jsonl", "a")])
+def test_a_colon_in_the_name_of_a_file_is_part_of_the_result_s_name(data: str, name: str) -> None:
+    assert configured(finetune.Config, model=Path("m"), data=(data,)).tag == f"m-{name}"
 
 
 def test_a_corpus_of_documents_of_which_no_row_would_be_taken_is_refused() -> None:
