@@ -72,6 +72,9 @@ def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune a model on conversations, resuming from any checkpoint that --resume selects."""
     parent, tag = parent_of(cfg.source, cfg.source_step, "sft", cfg.stage, cfg.chats.own_file)
     corpus = cfg.stage.corpus(parent.corpus)
+    facts = {"parent": parent.identity, "corpus": corpus, **own_content(cfg.chats.own_file)}
+    folder = open_folder("sft", tag, cfg, cfg.run, compute, **facts)
+    model, tokenizer = load_parent(parent, compute, cfg.stage.matmul)
     mixture = mix(
         "sft",
         corpus,
@@ -80,9 +83,6 @@ def train(cfg: Config, compute: Compute) -> None:
         cfg.chats.mix,
         cfg.chats.skip_bad_lines,
     )
-    facts = {"parent": parent.identity, "corpus": corpus, **own_content(cfg.chats.own_file)}
-    folder = open_folder("sft", tag, cfg, cfg.run, compute, **facts)
-    model, tokenizer = load_parent(parent, compute, cfg.stage.matmul)
     length = model.config.sequence_len
     rows, val_rows = chat_rows("sft", mixture, tokenizer, length, cfg.run.seed, masked=True)
     batch = sizes.example_batch(

@@ -70,14 +70,6 @@ def train(cfg: Config, compute: Compute) -> None:
     """Midtrain a base model, resuming from any checkpoint that --resume selects."""
     parent, tag = parent_of("base", cfg.base_step, "mid", cfg.stage, cfg.chats.own_file)
     corpus = cfg.stage.corpus(parent.corpus)
-    mixture = mix(
-        "mid",
-        corpus,
-        cfg.run.seed,
-        cfg.chats.conversations,
-        cfg.chats.mix,
-        cfg.chats.skip_bad_lines,
-    )
     facts = {"parent": parent.identity, "corpus": corpus, **own_content(cfg.chats.own_file)}
     folder = open_folder("mid", tag, cfg, cfg.run, compute, **facts)
     model, tokenizer = load_parent(parent, compute, cfg.stage.matmul)
@@ -86,6 +78,14 @@ def train(cfg: Config, compute: Compute) -> None:
         cfg.batch, model.config, parameters, corpus, compute, begun_rows=folder.begun_rows
     )
 
+    mixture = mix(
+        "mid",
+        corpus,
+        cfg.run.seed,
+        cfg.chats.conversations,
+        cfg.chats.mix,
+        cfg.chats.skip_bad_lines,
+    )
     length = model.config.sequence_len
     rows, val_rows = chat_rows(
         "mid", mixture, tokenizer, length, cfg.run.seed, masked=cfg.answers_only

@@ -31,7 +31,7 @@ FORMER_FACTS = ("held out", "automatic learning rate")
 # A hash of the settings and the chat format of a published model. Version 1.0.0 did not record it.
 BASE_FACT = "config.json and chat template"
 PARENT = "parent"
-# A hash of the user's own files. Only fine-tuning of published models recorded it in version 1.0.0.
+# A hash of the user's own files. In version 1.0.0 only fine-tuning recorded it.
 CONTENT = "content"
 MATMUL = "matmul"
 # Names in made_with(): hashes of the files that the program has loaded, and of all other files.
@@ -87,8 +87,8 @@ class RunSettings:
         """Return a list with a phrase for each setting whose value differs from that in `saved`.
 
         Free and removed flags and FORMER_FACTS are ignored, and of BASE_FACT and CONTENT those that
-        `saved` lacks. Old names of flags are translated. The parent of a run of version 1.0.0 ends with a shorter
-        mark of the published model, with which today's mark begins.
+        `saved` lacks. Old names of flags are translated. The parent of a run of version 1.0.0 ends
+        with a shorter mark of the published model, with which today's mark begins.
         """
         removed = {*removed_flags(), *FORMER_FACTS}
         renamed = {
