@@ -56,6 +56,12 @@ def cpu_model() -> str:
     return _cpuinfo("model name") or "CPU"
 
 
+def arm_core() -> tuple[str, ...]:
+    """Return what /proc/cpuinfo says of a processor of ARM, which has no flags and often no name."""
+    keys = ("Features", "CPU implementer", "CPU part", "CPU variant")
+    return tuple(_cpuinfo(key) for key in keys)
+
+
 def compiler() -> str | None:
     """Return the path of $CXX (by default, g++) or else of clang++, or None if neither exists."""
     return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
@@ -241,10 +247,11 @@ def prepare_compiling() -> None:
 
 MADV_DONTNEED = 4
 # A part of a shared library, in /proc/PID/smaps, that the process cannot write to. It may have
-# written to it before, while the library was loaded.
+# written to it before, while the library was loaded. What it wrote is in memory or swapped out.
 MAPPING = re.compile(
     r"^(?P<start>[0-9a-f]+)-(?P<end>[0-9a-f]+) r-.p .*\.so[.0-9]*\n"
-    r"(?:\w+:.*\n)*?Anonymous: +(?P<own_kb>\d+) kB$",
+    r"(?:\w+:.*\n)*?Anonymous: +(?P<own_kb>\d+) kB\n"
+    r"(?:\w+:.*\n)*?Swap: +(?P<swapped_kb>\d+) kB$",
     re.MULTILINE,
 )
 
@@ -298,7 +305,7 @@ def unmap_unused_code() -> None:
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for mapping in MAPPING.finditer(mappings):
         # A page of this process's own, such as one with relocated addresses, would be lost.
-        if mapping["own_kb"] == "0":
+        if mapping["own_kb"] == mapping["swapped_kb"] == "0":
             start = int(mapping["start"], 16)
             madvise(start, int(mapping["end"], 16) - start, MADV_DONTNEED)
 
