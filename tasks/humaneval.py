@@ -5,6 +5,7 @@ Chen et al. 2021, arXiv:2107.03374.
 
 import ast
 import re
+import textwrap
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +26,7 @@ def extract_code(reply: str, function: str) -> str:
     whole reply.
     """
     blocks = _BLOCK.findall(reply) or [reply]
-    for block in blocks:
+    for block in (*blocks, *map(textwrap.dedent, blocks)):  # a block in a list is indented
         if _defines(block, function):
             return block
     return blocks[0]
