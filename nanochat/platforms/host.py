@@ -56,6 +56,12 @@ def cpu_model() -> str:
     return _cpuinfo("model name") or "CPU"
 
 
+def arm_core() -> tuple[str, ...]:
+    """Return what /proc/cpuinfo says of a processor of ARM, which has no flags and often no name."""
+    keys = ("Features", "CPU implementer", "CPU part", "CPU variant")
+    return tuple(_cpuinfo(key) for key in keys)
+
+
 def compiler() -> str | None:
     """Return the path of $CXX (by default, g++) or else of clang++, or None if neither exists."""
     return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")

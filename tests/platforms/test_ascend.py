@@ -127,6 +127,12 @@ input()
 """
 
 
+def test_a_block_ends_with_the_last_port() -> None:
+    ports = PortBlocks()
+    assert ports.hold(65520) in (0, *range(65520, 65536))
+    ports.release(65520)
+
+
 def test_jobs_that_start_together_take_blocks_of_their_own_until_they_end() -> None:
     """No job binds its ports before all jobs have chosen."""
     jobs = [

@@ -82,6 +82,9 @@ def test_unmapped_code_comes_back_and_pages_of_its_own_stay(tmp_path: Path) -> N
     host.unmap_unused_code()
     assert resident_of_files() < before / 2
     assert page[0] == 1 and torch.ones(3).softmax(0).sum() == 1
+    assert ctypes.CDLL(None).madvise(address, len(page), 21) == 0  # MADV_PAGEOUT, to swap if there is any
+    host.unmap_unused_code()
+    assert page[0] == 1
 
 
 # --- the compiler's cache ------------------------------------------------------------------------

@@ -161,7 +161,7 @@ class PortBlocks:
         if base in self._held:
             return 0
         claims: list[socket.socket] = []
-        for port in range(base, base + BLOCK):
+        for port in range(base, min(base + BLOCK, 65536)):
             claim = _claim(port)
             if claim is not None:
                 claims.append(claim)

@@ -127,7 +127,7 @@ def _processor_flags() -> list[str]:
 
 def _digest(command: str, flags: list[str], source: Path) -> str:
     """Return a hash of a library's sources, compiler command, flags and target processor."""
-    processor = (sorted(host.cpu_flags()), host.cpu_model())
+    processor = (sorted(host.cpu_flags()), host.cpu_model(), host.arm_core())
     content = repr((command, flags, processor)).encode()
     for name in (source, *HEADERS):
         content += (CPP / name).read_bytes()

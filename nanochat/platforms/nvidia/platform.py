@@ -45,7 +45,7 @@ FP8_SINCE = (8, 9)  # the compute capability of the first GPUs that multiply in 
 def peak_tflops(name: str) -> float | None:
     """Return the dense bf16/fp16 peak TFLOP/s of the GPU called `name`, or None if unknown."""
     for short_name, tflops in PEAKS.items():
-        if short_name in name:
+        if re.search(rf"{short_name}(?!\d)", name):  # an RTX A1000 is no A100
             return tflops
     return None
 

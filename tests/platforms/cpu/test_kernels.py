@@ -255,14 +255,21 @@ def test_a_library_that_others_may_write_is_compiled_again(tmp_path: Path, sourc
         os.umask(before)
 
 
-def test_the_library_is_compiled_once_and_named_after_what_it_is_made_from(tmp_path: Path, source: Path) -> None:
+def test_the_library_is_compiled_once_and_named_after_what_it_is_made_from(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command, cache = compiler() or "", tmp_path / "cache"
     library = module.compiled(cache, command, source)
     written = library.stat().st_mtime_ns
     assert module.compiled(cache, command, source) == library and library.stat().st_mtime_ns == written
     source.write_text('extern "C" int one() { return 2; }')
-    assert module.compiled(cache, command, source) != library
+    changed = module.compiled(cache, command, source)
+    assert changed != library
     assert len(list(cache.iterdir())) == 2  # nothing is left behind
+    monkeypatch.setattr(host, "_cpuinfo", lambda key: {"CPU part": "0xd02"}.get(key, ""))
+    arm = module._digest(command, [], source)
+    monkeypatch.setattr(host, "_cpuinfo", lambda key: {"CPU part": "0xd01"}.get(key, ""))
+    assert module._digest(command, [], source) != arm, "hosts of one home may have other processors"
 
 
 WITHOUT_TORCH = """
@@ -354,6 +361,7 @@ def test_few_rows_are_multiplied_with_what_onednn_laid_out(made: Kernels, output
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
+        assert held(draw(0, inputs, dtype=torch.bfloat16)).shape == (0, outputs)
         for rows in (1, 2, 3, 4, 5, 7, 8, 32, 33):
             x = draw(rows, 1, inputs, dtype=torch.bfloat16, seed=rows)
             y = held(x)

@@ -19,6 +19,7 @@ from tests.support.tiny_model import on_cpu, pretend
         ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA H20", 148),
         ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A10", 125), ("NVIDIA A10G", 70), ("NVIDIA L40S", 362),
         ("NVIDIA L40", 181), ("NVIDIA L4", 121), ("Some GPU", None),
+        ("NVIDIA RTX A1000", None), ("NVIDIA T400 4GB", None),
     ],
 )  # fmt: skip
 def test_peaks_are_found_by_the_longest_name(name: str, peak: float | None) -> None:

@@ -112,6 +112,7 @@ void few_by_block(const bf16 *x, const W *w, float *y, int64_t rows, int64_t inp
 template <class W>
 void multiply_blocks(const bf16 *x, const W *w, const float *scales, bf16 *y, int64_t threads, int64_t rows,
                      int64_t outputs, int64_t inputs) {
+    if (rows == 0) return;  // tiles cannot be configured for no rows
     const int64_t together = std::min(rows, MOST_ROWS), size = BLOCK * inputs;
     parts((outputs + BLOCK - 1) / BLOCK, rows * outputs * inputs / 8, threads, [=](int64_t begin, int64_t end) {
         const Tiles tiles(together);
