@@ -18,9 +18,6 @@
 SETUP_ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 SETUP_VENV=$SETUP_ROOT/.venv
 
-# To bash before 4.4, such as macOS's 3.2, an empty array is an unset variable, and `set -u` would end the script.
-if [ "${BASH_VERSINFO[0]}${BASH_VERSINFO[1]}" -lt 44 ]; then set +u; fi
-
 setup_env() { # activates .venv in the caller's shell; a separate process makes .venv
     bash "$SETUP_ROOT/setup_env.sh" "$@" || return
     export VIRTUAL_ENV=$SETUP_VENV PATH=$SETUP_VENV/bin:$PATH

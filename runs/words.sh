@@ -1,6 +1,9 @@
 # shellcheck shell=bash
 # Functions that print help and messages in the user's language, for speedrun.sh and the scripts of this folder.
 
+# To bash before 4.4, such as macOS's 3.2, an empty array is an unset variable, and `set -u` would end the script.
+if [ "${BASH_VERSINFO[0]}${BASH_VERSINFO[1]}" -lt 44 ]; then set +u; fi
+
 in_chinese() { # whether NANOCHAT_LANG or else the locale chooses Chinese, as nanochat.common.language does
     case ${NANOCHAT_LANG:-${LC_ALL:-${LC_MESSAGES:-${LANG:-}}}} in
     [zZ][hH]*) return 0 ;;

@@ -362,3 +362,18 @@ def test_two_emulated_npus_are_set_up_and_pretrain(tmp_path: Path) -> None:
     assert "preset smoke, corpus tinyworld, on npu in bfloat16 (2 device(s))" in clone.log
     assert "2 ranks over hccl" in clone.log
     assert read_metrics(clone.base / "base_checkpoints" / "smoke")[-1]["step"] == 20
+
+
+@pytest.mark.parametrize("version, is_strict", [("3 2", False), ("4 3", False), ("4 4", True)])
+def test_an_empty_list_of_flags_is_no_error_in_an_old_bash(version: str, is_strict: bool, tmp_path: Path) -> None:
+    """Bash before 4.4 takes an empty array for an unset variable, which `set -u` refuses."""
+    lines = (ROOT / "speedrun_npu.sh").read_text(encoding="utf-8").split("flags=(")[0]
+    words = (ROOT / "runs/words.sh").read_text(encoding="utf-8")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/words.sh").write_text(
+        f"version=({version})\n" + words.replace("BASH_VERSINFO", "version"), encoding="utf-8"
+    )
+    script = tmp_path / "start.sh"
+    script.write_text(lines + "echo $-\n", encoding="utf-8")
+    options = subprocess.run(["bash", script], capture_output=True, text=True, check=True).stdout
+    assert ("u" in options) == is_strict
