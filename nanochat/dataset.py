@@ -17,7 +17,7 @@ from typing import Annotated
 import tyro
 
 from nanochat.common import UserError, log, tr
-from nanochat.data.command_line import run
+from nanochat.data.command_line import given, run
 from nanochat.data.corpora import MAKE_FINEWEB, MAKE_TINYWORLD, Corpus, existing, resolve, shards
 from nanochat.data.shards import batches, check_sha256
 from nanochat.data.sources.fetch import download
@@ -101,20 +101,18 @@ def _check_flags(cfg: Config) -> None:
         )
     is_published = cfg.urls is None and (cfg.num_files is not None or cfg.data in SOURCES)
     if not is_published:
-        for flag, is_given in (("from", cfg.host != Config.host), ("list_urls", cfg.list_urls)):
-            _refuse_unused(flag, is_given, tr("published corpora"))
+        for flag in given(cfg, ("host", "list_urls")):
+            _refuse_unused("from" if flag == "host" else flag, tr("published corpora"))
     if is_published or (cfg.urls is None and cfg.data == "tinyworld"):
-        for flag in ("name", "text_column", "skip_bad_lines"):
-            is_given = getattr(cfg, flag) != getattr(Config, flag)
-            _refuse_unused(flag, is_given, tr("your own files and addresses"))
+        for flag in given(cfg, ("name", "text_column", "skip_bad_lines")):
+            _refuse_unused(flag, tr("your own files and addresses"))
 
 
-def _refuse_unused(flag: str, is_given: bool, uses: str) -> None:
-    """Raise UserError (exit code 2) if a flag is given that is only for `uses`, not for this data."""
-    if is_given:
-        raise UserError(
-            tr("--{flag} is for {uses} only: leave it out", flag=flag, uses=uses), exit_code=2
-        )
+def _refuse_unused(flag: str, uses: str) -> None:
+    """Raise UserError (exit code 2) for a given flag that is only for `uses`, not for this data."""
+    raise UserError(
+        tr("--{flag} is for {uses} only: leave it out", flag=flag, uses=uses), exit_code=2
+    )
 
 
 def make_corpus(cfg: Config) -> Corpus:

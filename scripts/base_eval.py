@@ -10,6 +10,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --eval_bundle=D
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
@@ -167,13 +168,14 @@ def evaluate_tasks(
     return scores, broken
 
 
-def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
-    """Measure CORE and return it, or None if --eval_bundle is not given and no bundle is here.
+def evaluate_core(
+    cfg: Config, bundle: Path | None, loaded: Loaded, compute: Compute
+) -> Core | None:
+    """Measure CORE and return it, or None if there is no bundle.
 
     If no task is broken, rank 0 also writes the scores to <base>/base_eval/<tag>_<step>.csv; the
     name begins with the stage of the model, unless that is base.
     """
-    bundle = core_eval.find_bundle(cfg.eval_bundle)
     if bundle is None:
         log(
             tr(
@@ -274,9 +276,9 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
         )
     )
     data = find_texts(cfg, loaded)  # refused before hours of CORE, as is a folder without a bundle
-    core_eval.find_bundle(cfg.eval_bundle)
+    bundle = core_eval.find_bundle(cfg.eval_bundle)
     scores, broken = evaluate_tasks(cfg, loaded, compute)
-    core = evaluate_core(cfg, loaded, compute)
+    core = evaluate_core(cfg, bundle, loaded, compute)
     broken += core.broken if core else ()
     bits = None if data is None else evaluate_bits(cfg, loaded, data, compute)
     if core is None and bits is None and not scores and not broken:

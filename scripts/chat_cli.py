@@ -20,7 +20,7 @@ from tyro.conf import arg
 
 from nanochat.checkpoint_manager.load import PUBLISHED, Loaded
 from nanochat.common import UserError, base_dir, tr
-from nanochat.data.command_line import run
+from nanochat.data.command_line import given, run
 from nanochat.data.conversation import (
     Conversation,
     Message,
@@ -556,16 +556,15 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
 def check_remote(cfg: Config) -> None:
     """Raise UserError (exit code 2) if a flag is about a model here, and --url names a server."""
     about_models = (*(flag.name for flag in fields(ModelFlags)), "adapter", "dtype", "device_type")
-    for name in about_models:
-        if getattr(cfg, name) != getattr(Config, name):
-            raise UserError(
-                tr(
-                    "--{name} is about a model that is loaded here, and --url chats with the model "
-                    "of a server: leave one of the two out",
-                    name=name,
-                ),
-                exit_code=2,
-            )
+    for name in given(cfg, about_models):
+        raise UserError(
+            tr(
+                "--{name} is about a model that is loaded here, and --url chats with the model "
+                "of a server: leave one of the two out",
+                name=name,
+            ),
+            exit_code=2,
+        )
 
 
 def chat_with_server(cfg: Config, sampling: Sampling, notes: TextIO) -> Chat:

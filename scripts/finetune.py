@@ -23,6 +23,7 @@ from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.checkpoint_manager.resume import begun_settings
 from nanochat.common import UserError, log, tr
 from nanochat.context import Packed
+from nanochat.data.command_line import given
 from nanochat.data.sources.listing import name_of
 from nanochat.dataloader import Source
 from nanochat.device import Compute, seed_all
@@ -93,17 +94,16 @@ class LossFlags:
         """Raise UserError (exit code 2) if a setting of dpo is given and another loss is learned."""
         if self.loss == "dpo":
             return
-        for name in ("dpo_beta", "dpo_label_smoothing", "dpo_sft_weight"):
-            if getattr(self, name) != getattr(type(self), name):
-                raise UserError(
-                    tr(
-                        "--{name} is a setting of --loss=dpo, and the loss is {loss}: add "
-                        "--loss=dpo, or leave --{name} out",
-                        name=name,
-                        loss=self.loss,
-                    ),
-                    exit_code=2,
-                )
+        for name in given(self, ("dpo_beta", "dpo_label_smoothing", "dpo_sft_weight")):
+            raise UserError(
+                tr(
+                    "--{name} is a setting of --loss=dpo, and the loss is {loss}: add "
+                    "--loss=dpo, or leave --{name} out",
+                    name=name,
+                    loss=self.loss,
+                ),
+                exit_code=2,
+            )
 
 
 @dataclass(frozen=True)

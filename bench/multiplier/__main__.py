@@ -44,7 +44,7 @@ from bench.text import Text, make_rows, standard_library
 from bench.train.variants import Plan, Variant
 from nanochat import device
 from nanochat.common import base_dir, log
-from nanochat.data.command_line import run
+from nanochat.data.command_line import given, run
 from nanochat.gpt import GPTConfig
 from nanochat.platforms import host
 from nanochat.platforms.base import dtype_name
@@ -141,21 +141,8 @@ def check(cfg: Config) -> None:
 
 def check_ladder(cfg: Config) -> None:
     """Raise UserError for flags that the ladder would ignore: its runs are fixed by its rungs."""
-    default = Config()
-    ignored = [
-        flag
-        for flag in (
-            "quick",
-            "baseline",
-            "variants",
-            "depths",
-            "steps",
-            "stretch",
-            "seeds",
-            "scale",
-        )
-        if getattr(cfg, flag) != getattr(default, flag)
-    ]
+    fixed = ("quick", "baseline", "variants", "depths", "steps", "stretch", "seeds", "scale")
+    ignored = given(cfg, fixed)
     if ignored:
         raise refuse(
             "--ladder has fixed sizes, lengths and seeds, so it takes only --upstream, --corpus, "

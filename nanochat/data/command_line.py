@@ -15,7 +15,7 @@ import time
 import traceback
 import types
 import typing
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -127,6 +127,11 @@ def values_of(config: Any) -> dict[str, Any]:
         value = getattr(config, field.name)
         values |= values_of(value) if dataclasses.is_dataclass(value) else {field.name: value}
     return values
+
+
+def given(config: Any, names: Iterable[str]) -> list[str]:
+    """Return those of the flags `names` that have other values than their defaults."""
+    return [name for name in names if getattr(config, name) != getattr(type(config), name)]
 
 
 _HELP = {"-h", "--help", "--help_all", "--help-all"}

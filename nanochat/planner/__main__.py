@@ -24,7 +24,7 @@ from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.huggingface.folders import model_name, published_folder
 from nanochat.checkpoint_manager.huggingface.weights import check_bits
 from nanochat.common import UserError, tr
-from nanochat.data.command_line import run
+from nanochat.data.command_line import given, run
 from nanochat.models.lora import LoraConfig
 from nanochat.models.nf4 import BITS
 from nanochat.planner import calibration, recipes, tables
@@ -290,13 +290,11 @@ def finetune_table(
 
     Raises UserError (exit code 2) if a flag cannot be used or is a setting that the table chooses.
     """
-    default = Config()
     chosen = ("device_batch_size", "checkpoint_activations", "offload_activations", "shard")
-    for flag in chosen:
-        if getattr(cfg, flag) != getattr(default, flag):
-            raise UserError(
-                tr("--finetune chooses --{flag} itself: leave it out", flag=flag), exit_code=2
-            )
+    for flag in given(cfg, chosen):
+        raise UserError(
+            tr("--finetune chooses --{flag} itself: leave it out", flag=flag), exit_code=2
+        )
     for flag in ("tokens", "lora_rank", "max_length"):
         if getattr(cfg, flag) < 1:
             raise UserError(

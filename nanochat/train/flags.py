@@ -14,7 +14,7 @@ from nanochat.checkpoint_manager.parts.model import Files
 from nanochat.common import UserError, log, tr, warn
 from nanochat.data.command_line import Free as Free
 from nanochat.data.command_line import Rare as Rare
-from nanochat.data.command_line import values_of
+from nanochat.data.command_line import given, values_of
 from nanochat.data.mixing import resolve_data, unweighted
 from nanochat.data.sources.listing import name_of
 from nanochat.data.sources.published import SOURCES
@@ -154,16 +154,15 @@ def check_adapter(flags: Any, *shape: str) -> None:
     """
     if flags.lora_rank != 0:
         return
-    for name in shape:
-        if getattr(flags, name) != getattr(type(flags), name):
-            raise UserError(
-                tr(
-                    "--{name} shapes an adapter, and --lora_rank=0 trains every parameter: "
-                    "leave one of the two out",
-                    name=name,
-                ),
-                exit_code=2,
-            )
+    for name in given(flags, shape):
+        raise UserError(
+            tr(
+                "--{name} shapes an adapter, and --lora_rank=0 trains every parameter: "
+                "leave one of the two out",
+                name=name,
+            ),
+            exit_code=2,
+        )
 
 
 @dataclass(frozen=True)
