@@ -35,6 +35,7 @@ CONTROL = re.compile(
 )
 DAY_SECONDS = 86_400
 # Errors of file systems that cannot flush a folder, such as CIFS and WSL drives.
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_FOLDER_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS)
 
 
@@ -216,7 +217,8 @@ def _remove_leftovers(path: Path) -> None:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file, which replaces `path` if the block succeeds.
 
-    The temporary file is flushed to disk before the rename, and removed after a failure.
+    The temporary file is flushed to disk before the rename, and removed after a failure. If the
+    disk is full, the OSError names `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(path)
@@ -230,6 +232,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         fsync_path(path.parent)
+    except OSError as failure:
+        if failure.errno in DISK_FULL:
+            failure.filename = failure.filename or str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

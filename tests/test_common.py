@@ -45,6 +45,13 @@ def test_an_exception_while_writing_leaves_the_old_content(tmp_path: Path) -> No
     assert list(tmp_path.glob("**/.file*")) == []
 
 
+def test_a_full_disk_names_the_file_that_was_to_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    with pytest.raises(OSError, match="No space") as full, atomic_path(path):
+        raise OSError(errno.ENOSPC, "No space left on device")  # as write() says, which knows no name
+    assert full.value.filename == str(path)
+
+
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS])
 def test_a_file_system_that_cannot_flush_folders_takes_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int

@@ -23,6 +23,7 @@ import tyro
 
 import nanochat
 from nanochat.common import (
+    DISK_FULL,
     UserError,
     appendix,
     base_dir,
@@ -40,7 +41,6 @@ FREE = "does not change what is learned"  # marks a flag that a resumed run may 
 Free = Annotated[T, FREE]  # the type of such a flag, as in Free[int]
 RARE = "stands under --help_all only"  # marks a flag or a group that few users need
 Rare = Annotated[T, RARE]  # the type of such a flag or group
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 LAUNCHED = "NANOCHAT_LAUNCHED"  # set by our launcher, which prints why a rank ended
 # Time for rank 0 to print a mistake that stops all ranks, and for the launcher to end the others.
@@ -103,7 +103,9 @@ class OldFlags:
             name, equals, value = word.partition("=")
             old = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
             if old in self.removed() and old not in current:
-                raise UserError(tr("{name} is gone: {do}", name=name, do=self.removed()[old]), 2)
+                raise UserError(
+                    tr("there is no {name} here: {do}", name=name, do=self.removed()[old]), 2
+                )
             flag, setting = self.replaced.get(old, ("", ""))
             if flag in current and _WORDS.get(value.lower(), True):
                 word = f"--{flag}={setting}"
@@ -327,13 +329,15 @@ def _disk_message(failure: OSError) -> str | None:
     if failure.errno in DISK_FULL:
         return tr(
             "error: the disk is full ({where}); no half-written file was kept. Free some space, or "
-            "set NANOCHAT_BASE_DIR to a folder on another disk, then type the same command again.",
+            "choose another disk (by NANOCHAT_BASE_DIR or the flag that names this folder), then "
+            "type the same command again.",
             where=failure.filename or base_dir(),
         )
     if failure.errno in NOT_ALLOWED and failure.filename:
         return tr(
-            "error: {where}: {reason}. Set NANOCHAT_BASE_DIR to a folder that you may write, or "
-            "have the rights of this file changed, then type the same command again.",
+            "error: {where}: {reason}. Choose a folder that you may write (by NANOCHAT_BASE_DIR or "
+            "the flag that names this one), or have the rights of this file changed, then type the "
+            "same command again.",
             where=failure.filename,
             reason=appendix("nanochat.data.library_words").os_problem(failure),
         )

@@ -86,8 +86,9 @@ class Child:
 def _line(process: "subprocess.Popen[str]", seconds: float) -> str:
     """Return the next line that a process writes, or "" if it ends or does not write in time."""
     assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], seconds)
-    return process.stdout.readline() if ready else ""
+    watch = select.poll()  # select() refuses file descriptors from 1,024 on, as busy servers have
+    watch.register(process.stdout, select.POLLIN)
+    return process.stdout.readline() if watch.poll(1000 * seconds) else ""
 
 
 # --- the child -----------------------------------------------------------------------------------

@@ -255,10 +255,10 @@ def test_a_switch_that_another_flag_replaces_works_and_says_its_new_form(
 
 
 def test_a_flag_that_is_gone_says_what_to_type() -> None:
-    with pytest.raises(UserError, match=r"--sample-every is gone: .*--samples") as refused:
+    with pytest.raises(UserError, match=r"there is no --sample-every here: .*--samples") as refused:
         parse(base_train.Config, ["--sample-every=10"], old_flags=OLD_FLAGS)
     assert refused.value.exit_code == 2
-    with pytest.raises(UserError, match=r"--gradient_accumulation_steps is gone: .*--device_batch_size"):
+    with pytest.raises(UserError, match=r"there is no --gradient_accumulation_steps here: .*--device_batch_size"):
         parse(chat_sft.Config, ["--gradient_accumulation_steps=4"], old_flags=OLD_FLAGS)
 
 

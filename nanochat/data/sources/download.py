@@ -5,7 +5,6 @@ Each file gets its final name only when it is complete.
 
 import contextlib
 import email.utils
-import errno
 import os
 import queue
 import random
@@ -20,7 +19,16 @@ from typing import BinaryIO, TypeVar
 
 import requests
 
-from nanochat.common import UserError, fsync_path, read_json, sha256_of, tr, visible, write_json
+from nanochat.common import (
+    DISK_FULL,
+    UserError,
+    fsync_path,
+    read_json,
+    sha256_of,
+    tr,
+    visible,
+    write_json,
+)
 from nanochat.data.library_words import in_words
 from nanochat.data.locks import hold_lock, open_regular
 from nanochat.data.sources import net
@@ -302,7 +310,7 @@ def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
     try:
         return _fetch_remaining(remote, transfer)
     except OSError as failure:
-        if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if failure.errno not in DISK_FULL:
             raise
         raise UserError(
             tr(
