@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanochat.common import UserError, log, read_json, tr, write_json
-from nanochat.data.command_line import run, settings
+from nanochat.data.command_line import given, run, settings
 from nanochat.data.corpora import shards
 from nanochat.data.mixing import Data, resolve_data
 from nanochat.data.shards import read_about, texts
@@ -28,6 +28,7 @@ SMALL_CORPUS = 50_000_000
 # A file next to tokenizer.json, which tells a second call with the same settings and shards that
 # there is nothing to train.
 NOTE = "training.json"
+SETTINGS = ("max_chars", "doc_cap", "vocab_size", "pattern")  # flags that a tokenizer depends on
 PROGRESS_SECONDS = 10
 # A corpus of up to this many documents is kept in memory, because opening its shards again and
 # again would take longer than reading them.
@@ -55,20 +56,25 @@ class Config:
     han4 also cuts these runs after four letters, which compresses Chinese less (dev/LOG.md)."""
     export: Path | None = None
     """A folder for copies of the vocabulary:
-    one for tiktoken, and tokenizer.json for Hugging Face's tokenizers. Default: no copies."""
+    one for tiktoken, and tokenizer.json for Hugging Face's tokenizers.
+    Without other settings, the tokenizer that is there is copied. Default: no copies."""
 
 
 def train(cfg: Config) -> Tokenizer:
     """Train, check and save a tokenizer, report on it, and return the tokenizer.
 
-    If a tokenizer of the same settings and shards is already saved, that one is returned instead.
+    If a tokenizer of the same settings and shards is already saved, that one is returned instead,
+    and so is any that is saved if --export is given and no setting.
     """
     _check(cfg)
     exported = export_folder(cfg)
     data = resolve_data(cfg.data)
     corpora = [shards(corpus, "train") for corpus in data.corpora]
     folder = tokenizer_dir(data.vocabulary)
-    tokenizer = saved_tokenizer(folder, cfg, data, corpora)
+    if exported and (folder / FILE_NAME).exists() and not given(cfg, SETTINGS):
+        tokenizer = Tokenizer.load(folder)
+    else:
+        tokenizer = saved_tokenizer(folder, cfg, data, corpora)
     if tokenizer is not None:
         log(
             tr(

@@ -44,6 +44,8 @@ MOST_TIMES = 1000  # how often the conversations of a file may be repeated
 # Part of the key of a mixture with copies, because earlier versions trained on copies of held-out
 # conversations.
 COPIES_TOGETHER = ", copies held out together"
+# Part of the key of your own conversations, because earlier versions held out the first of them.
+LAST_HELD_OUT = ", the last held out"
 
 
 # --- conversations, with their copies ------------------------------------------------------------
@@ -82,7 +84,7 @@ def _originals(items: Records[Item]) -> np.ndarray:
 class Numbered(Generic[Item]):
     """Items, each with the ID that originals() returns for it."""
 
-    items: Sequence[Item]
+    items: Records[Item]
     numbers: np.ndarray  # (items,) int64
     held_out_every: int = HELD_OUT
 
@@ -149,7 +151,8 @@ def mix(
 ) -> Mix:
     """Return the conversations of a corpus for the stage mid or sft.
 
-    `custom` names a file of your own to use instead, and `added` names one to add. Lines that
+    `custom` names a file of your own to use instead, and `added` names one to add. Of `custom`, the
+    last of every 50 (HELD_OUT) is held out, or the last of all if there are fewer. Lines that
     cannot be used are left out with `skip_bad_lines`. Raises UserError if a file cannot be used,
     and UserError (exit code 2) if both are given.
     """
@@ -169,7 +172,10 @@ def mix(
                     count=len(task),
                 )
             )
-        return Mix(custom, f"{custom} {_content(custom)}", lambda: task)
+        # The first conversation often says who the model is, so it is trained.
+        numbers = np.arange(len(task)) + 1 - min(len(task), HELD_OUT)
+        key = f"{custom} {_content(custom)}{LAST_HELD_OUT}"
+        return Mix(custom, key, lambda: Numbered(task, numbers))
     name = traits(corpus).curriculum
     stages = CURRICULA[name]
     make = stages.conversations[stage]

@@ -88,12 +88,16 @@ class Published:
         return f"{self.repo} ({names})"
 
 
-def carry_in(repos: Sequence[str]) -> str:
-    """Return two sentences on how to get data sets from the hub onto this machine."""
+def carry_in(repos: Sequence[str], branch: str = "") -> str:
+    """Return two sentences on how to get data sets from the hub onto this machine.
+
+    `branch` names the one that has their files, if it is not the main branch.
+    """
+    options = f"--repo-type dataset --revision {branch}" if branch else "--repo-type dataset"
     commands = []
     for repo in repos:
         folder = repo.rpartition("/")[2]
-        commands.append(f"`hf download {repo} --repo-type dataset --local-dir {folder}`")
+        commands.append(f"`hf download {repo} {options} --local-dir {folder}`")
     return tr(
         "Set HF_ENDPOINT to a mirror that this machine can reach. Or, on a machine with a network, "
         "run {commands}, copy what they fetch into a folder of this machine, and set "
@@ -233,12 +237,13 @@ def _from_hub(sources: Mapping[str, Published]) -> tuple[dict[str, Any], str]:
     for key, source in sources.items():
         arguments: list[str | None] = [source.repo]
         options: dict[str, Any] = {"split": source.split, "token": token}
-        if source.parquet_branch:
+        branch = "refs/convert/parquet" if source.parquet_branch else ""
+        if branch:
             options["data_dir"] = source.subset
-            options["revision"] = "refs/convert/parquet"
+            options["revision"] = branch
         else:
             arguments.append(source.subset)
-        advice = carry_in([source.repo])
+        advice = carry_in([source.repo], branch)
         rows[key] = _load_dataset(str(source), *arguments, advice=advice, **options)
     first_source = next(iter(sources.values()))
     return rows, str(first_source) if len(sources) == 1 else first_source.repo

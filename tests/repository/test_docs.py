@@ -28,7 +28,11 @@ LINKS = ("link_open", "image")
 IN_HTML = re.compile(r'(?:href|src|srcset)="([^"]*)"')  # of <picture>, which Markdown has no form for
 EMULATOR = "tests.emulated_npu"  # python -m tests.emulated_npu FLAGS -- COMMAND
 # Scripts that hand their flags on: to the module that is their first word, or to one of their own.
-HANDS_ON = {"runs/multinode_npu.sh": "", "runs/train_with_fineweb.sh": "scripts.base_train"}
+HANDS_ON = {
+    "runs/multinode_npu.sh": "",
+    "runs/supervise.sh": "",
+    "runs/train_with_fineweb.sh": "scripts.base_train",
+}
 # Scripts that hand their flags to scripts.finetune after a number of cards; a file names the model and the data.
 TUNING = r"runs/(train_distributed_npu\.sh|launch_npu_training\.py)( \d+| --npus[ =]\d+)?"
 

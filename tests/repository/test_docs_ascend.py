@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
+import polib
 import pytest
 
+from dev.messages import CATALOGUE
 from nanochat import device
 from nanochat.planner import __main__ as planner
 from nanochat.planner import tables
@@ -15,6 +17,7 @@ from nanochat.planner.work import size_of
 from nanochat.platforms.ascend import chips as ascend_chips
 from nanochat.platforms.ascend import errors as ascend_errors
 from nanochat.train.fit import disk
+from tests.repository.test_docs import document
 from tools_npu import versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -118,3 +121,22 @@ def test_every_error_that_the_code_explains_has_its_chapter_and_every_code_its_r
     assert len(codes) > 20
     cells = " ".join(cell for row in rows(text) for cell in row)
     assert [code for code in sorted(codes) if not re.search(code, cells)] == []
+
+
+def wording(template: str, least: int) -> str:
+    """The longest text of a message's first clause that has no values in it; "" if it has fewer characters."""
+    clause = re.split(r"[:;(.：；（。]", re.sub(r"^(error: |错误：)", "", template))[0]
+    longest = max(re.split(r"\{[^}]*\}", clause), key=len).strip()
+    return longest if len(longest) >= least else ""
+
+
+def test_the_handbook_quotes_a_message_as_a_chinese_terminal_shows_it() -> None:
+    text = (ROOT / TROUBLESHOOTING[0]).read_text(encoding="utf-8")
+    quoted = "\n".join(span for span in document(TROUBLESHOOTING[0]).inline if " " in span)
+    chinese_of: dict[str, list[str]] = {}  # by the English words; several messages may share them
+    for entry in polib.pofile(str(CATALOGUE)):
+        words = wording(entry.msgid, 13)
+        if words and words in quoted and not entry.msgctxt:
+            chinese_of.setdefault(words, []).append(wording(entry.msgstr, 4))
+    assert len(chinese_of) > 10
+    assert [english for english, chinese in chinese_of.items() if not any(words in text for words in chinese)] == []

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from dev.house import FLOOR
-from tests.repository.test_docs import NAME, ROOT, read
+from tests.repository.test_docs import NAME, ROOT, documents, read
 
 
 @pytest.mark.parametrize("name", ["docs/architecture.md", "docs/zh/architecture.md"])
@@ -49,6 +49,25 @@ def test_the_page_of_variables_has_every_variable_that_is_read() -> None:
     for name in ("docs/environment.md", "docs/zh/environment.md"):
         told = read((ROOT / name).read_text(encoding="utf-8")).inline
         assert found - set(told) == set(), name
+
+
+PLACES = (  # in English and in Chinese
+    r"`(?P<name>\w+)`\s+in\s+`(?P<file>[\w/]+\.py)`",
+    r"`(?P<file>[\w/]+\.py)`\s?(?:里|中)?的?\s?`(?P<name>\w+)`",
+)
+
+
+def test_what_a_page_says_is_in_a_file_is_defined_there() -> None:
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in documents()}
+    found = [(name, place) for name, text in texts.items() for where in PLACES for place in re.finditer(where, text)]
+    assert len(found) > 8
+    assert [(name, place[0]) for name, place in found if not defines(place["file"], place["name"])] == []
+
+
+def defines(file: str, name: str) -> bool:
+    """Whether a file has a function, a class or a variable of this name."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return bool(re.search(rf"^\s*(def|class) {name}\b|^\s*{name}\b.* =|^\s*{name}:", text, re.MULTILINE))
 
 
 def asked_for(tree: ast.Module) -> Iterator[str]:

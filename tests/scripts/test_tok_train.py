@@ -113,7 +113,8 @@ def test_the_vocabulary_is_exported_after_training_and_when_it_is_there(folder, 
     for export in (tmp_path / "first", Path("~/new/second")):
         train(Config(vocab_size=400, export=export))
         monkeypatch.setattr(tok_train.Tokenizer, "train", no_training)  # exporting is no other setting
-    for name in ("first", "new/second"):
+    train(Config(export=tmp_path / "third"))  # nor does --export alone replace a tokenizer of another size
+    for name in ("first", "new/second", "third"):
         assert (tmp_path / name / "vocabulary.tiktoken").exists()
         assert (tmp_path / name / "huggingface" / "tokenizer.json").exists()
 

@@ -113,14 +113,15 @@ def write_own(path: Path, count: int) -> None:
     path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in turns), encoding="utf-8")
 
 
-def test_your_own_file_takes_the_place_of_the_mixture(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "held_out"), [(2, [1]), (20, [19]), (50, [49]), (120, [49, 99])])
+def test_your_own_file_takes_the_place_of_the_mixture(tmp_path: Path, count: int, held_out: list[int]) -> None:
     path = tmp_path / "own.jsonl"
-    write_own(path, 120)
+    write_own(path, count)
     made = mix("sft", "tinyworld", 1, str(path))
-    assert len(list(made.train())) == 117 and len(list(made.val())) == 3
-    assert next(iter(made.val())).messages[0].text == "问 0"
+    assert asked(made.val()) == [f"问 {i}" for i in held_out], "the first conversation is trained"
+    assert asked(made.train()) == [f"问 {i}" for i in range(count) if i not in held_out]
     key = made.key
-    write_own(path, 121)
+    write_own(path, count + 1)
     assert mix("sft", "tinyworld", 1, str(path)).key != key  # a changed file is prepared again
 
 
@@ -267,5 +268,5 @@ def test_files_with_keys_that_were_passed_over_once_are_tokenised_again(tmp_path
     for name, record in (("plain", {"messages": messages}), ("with", {"system": "Be short.", "messages": messages})):
         path = tmp_path / f"{name}.jsonl"
         path.write_text(f"{json.dumps(record)}\n" * 2)
-        key = f"{path} {sha256_of(path)}"
+        key = f"{path} {sha256_of(path)}, the last held out"
         assert (mix("sft", "mine", 1, custom=str(path)).key == key) is (name == "plain")

@@ -133,6 +133,18 @@ def test_a_solution_without_a_number_is_refused(tmp_path: Path) -> None:
     assert "answer_number must be a number, got '很多'" in one_line(lambda: MGSM(folder=tmp_path))
 
 
+def test_without_a_network_the_command_fetches_the_branch_that_has_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(*arguments: Any, **options: Any) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.delenv("NANOCHAT_TASK_DIR", raising=False)
+    monkeypatch.setattr("datasets.load_dataset", no_network)
+    branch = "--revision refs/convert/parquet "
+    for task, repo, option in ((MGSM, "juletxara/mgsm", branch), (MMLUPro, "TIGER-Lab/MMLU-Pro", "")):
+        command = f"`hf download {repo} --repo-type dataset {option}--local-dir {repo.partition('/')[2]}`"
+        assert command in one_line(task)
+
+
 # --- the catalogue -------------------------------------------------------------------------------
 
 
