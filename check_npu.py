@@ -62,7 +62,7 @@ def python_with_torch() -> str:
         return sys.executable
     python = ROOT / ".venv" / "bin" / "python"
     probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
-    if python.exists() and subprocess.run([str(python), "-c", probe]).returncode == 0:
+    if os.path.exists(python) and subprocess.run([str(python), "-c", probe]).returncode == 0:
         return str(python)
     return ""
 

@@ -106,6 +106,16 @@ def driver_and_cann(inventory: setup.Inventory, env: Mapping[str, str]) -> Itera
             DRIVER_REMEDY,
         )
     cann = inventory.cann
+    closed = host.closed_cann(env) if cann is None else ""
+    if closed:
+        yield Line(
+            "cann",
+            FAIL,
+            f"this user may not read {closed}",
+            f"当前用户没有权限读取 {closed}",
+            setup.CLOSED_REMEDY,
+        )
+        return
     if cann is None:
         yield Line(
             "cann",
@@ -510,7 +520,7 @@ def limits(folder: Path) -> Iterator[Line]:
     else:
         yield Line("open files", PASS, f"the limit is {soft}", f"上限是 {soft}")
     existing = folder
-    while not existing.is_dir():
+    while not os.path.isdir(existing):
         existing = existing.parent
     if not os.access(str(existing), os.W_OK):
         yield Line(

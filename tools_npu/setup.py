@@ -56,6 +56,13 @@ OPEN = (
     "'.join(str(failure).split()) or repr(failure))\n"
 )
 
+# What to do about a CANN that this user may not read, in English and Chinese.
+CLOSED_REMEDY = (
+    "whoever installed that CANN can install it again with --install-for-all; or install CANN "
+    f"{versions.CANN_FLOOR} or later for yourself, in ~/Ascend",
+    f"请安装它的用户加上 --install-for-all 重新安装；或自己在 ~/Ascend 里安装 CANN {versions.CANN_FLOOR} 或更高版本",
+)
+
 
 class Refusal(Exception):
     """Stops the set-up, with a reason in both languages and an exit code."""
@@ -133,7 +140,11 @@ def describe(inventory: Inventory) -> None:
     say(f"{len(inventory.cards)} card(s){names}", f"{len(inventory.cards)} 张卡{names}")
 
 
-def choose_pair(inventory: Inventory, torch_npu: str) -> versions.Pick:
+def choose_pair(
+    inventory: Inventory,
+    torch_npu: str,
+    env: Mapping[str, str],
+) -> versions.Pick:
     """Return the pair of torch and torch_npu to install.
 
     `torch_npu` is the version that the user names, or "". Raises Refusal if the host is too old or
@@ -156,6 +167,12 @@ def choose_pair(inventory: Inventory, torch_npu: str) -> versions.Pick:
                 "CPU, run `bash speedrun.sh`",
                 "本机没有昇腾 NPU：没有驱动，没有 /dev/davinci*，也没有 CANN。改用 GPU 或 CPU：bash speedrun.sh",
                 NO_NPU,
+            )
+        closed = host.closed_cann(env)
+        if closed:
+            raise Refusal(
+                f"this user may not read {closed}: {CLOSED_REMEDY[0]}",
+                f"当前用户没有权限读取 {closed}：{CLOSED_REMEDY[1]}",
             )
         raise Refusal(
             "no CANN was found (looked for set_env.sh in "
@@ -320,7 +337,7 @@ def probe(python: str, env: Mapping[str, str], cards: bool) -> Pair:
 def venv_python() -> str:
     """Return the Python of .venv, or "" if there is none."""
     path = ROOT / ".venv" / "bin" / "python"
-    return str(path) if path.exists() else ""
+    return str(path) if os.path.exists(path) else ""
 
 
 def can_stay(pair: Pair, cann: str, torch_npu: str) -> bool:
@@ -424,7 +441,7 @@ def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     """
     inventory = take_inventory(env)
     describe(inventory)
-    pick = choose_pair(inventory, options.torch_npu)
+    pick = choose_pair(inventory, options.torch_npu, env)
     if pick.warning[0]:
         say(*pick.warning, mark="warning")
     if not inventory.cards:

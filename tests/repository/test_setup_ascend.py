@@ -130,6 +130,10 @@ def test_ascend_home_names_the_folder_above_cann_as_the_guides_set_it(clone: Clo
     home, script = install_cann(clone.host_root / "data/Ascend", "ascend-toolkit", "8.5.0")
     env = clone.environment(ASCEND_HOME=str(clone.host_root / "data/Ascend"))
     assert host.find_canns(env)[0] == host.Cann(str(home), str(script), "8.5.0", "environment")
+    for name in ("ASCEND_HOME", "ASCEND_HOME_PATH"):  # the folder of its set_env.sh, whose `latest` is CANN
+        env[name] = str(script.parent)
+        assert host.find_canns(env)[0] == host.Cann(str(home), str(script), "8.5.0", "environment")
+        del env[name]
     env["ASCEND_HOME"] = str(clone.host_root / "data")  # nothing there: the usual folders
     assert [cann.layout for cann in host.find_canns(env)] == ["cann"]
 
