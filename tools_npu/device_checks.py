@@ -151,7 +151,7 @@ def load_torch(out: Output) -> str:
         return ""
     version = str(torch.__version__)
     status = PASS if versions.release(version)[:2] >= versions.TORCH_FLOOR else FAIL
-    out.line(Line("torch", status, version, version, "bash setup_ascend.sh"))
+    out.line(Line("torch", status, version, version, "bash setup_ascend.sh --fix"))
     return version
 
 
@@ -194,7 +194,7 @@ def check_numpy(out: Output, cann: str) -> None:
             fit.status,
             fit.english or f"numpy {numpy}, CANN {cann or '?'}",
             fit.chinese or f"numpy {numpy}，CANN {cann or '?'}",
-            "bash setup_ascend.sh",
+            "bash setup_ascend.sh --fix",
         )
     )
 

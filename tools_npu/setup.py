@@ -3,7 +3,7 @@
     bash setup_ascend.sh             make the environment
     source setup_ascend.sh           make the environment and set its variables in this shell
     bash setup_ascend.sh --dry-run   print what would be done and change nothing
-    bash setup_ascend.sh --fix       also repair the group of the user and a torch_npu that does not load
+    bash setup_ascend.sh --fix       also repair the group of the user and the packages of .venv
     source setup_ascend.sh --fix     repair harmful variables of this shell as well
 
 Exit codes: 0 ready, 1 refused or failed, 2 unknown flag, 3 this host has no NPU.
@@ -31,7 +31,7 @@ CHINESE_HELP = """准备昇腾主机：选择与 CANN 配套的 torch 和 torch_
     bash setup_ascend.sh             创建环境
     source setup_ascend.sh           创建环境，并在当前 shell 里设置变量
     bash setup_ascend.sh --dry-run   只打印会做什么，不做任何更改
-    bash setup_ascend.sh --fix       还会修复用户所属的组和无法加载的 torch_npu
+    bash setup_ascend.sh --fix       还会修复用户所属的组和 .venv 里的软件包
     source setup_ascend.sh --fix     还会修复当前 shell 里有害的环境变量
 
 退出码：0 就绪，1 被拒绝或失败，2 选项不认识，3 本机没有 NPU。
@@ -509,15 +509,23 @@ def install_pair(
             f"torch {pair.torch} 和 torch_npu {pair.torch_npu} 能加载，与 CANN {cann} 配套：保留不动",
         )
         torch_npu = pair.torch_npu
+        stamp = ROOT / ".venv" / "setup.stamp"
+        if options.fix and not options.dry_run and stamp.is_file():
+            # This line makes setup_env.sh install every package that was removed or replaced.
+            with stamp.open("a", encoding="utf-8") as file:
+                file.write("stale\n")
         make_environment(None, numpy, env, options.dry_run)
     else:
         torch_npu = pick.torch_npu
         say(*versions.explain(cann, pick, bool(options.torch_npu)))
         is_broken = python and not re.search(LIBRARY, pair.failure)
         if options.fix and is_broken and not options.dry_run:
+            failure = pair.failure[:200]
             say(
-                f"--fix makes .venv again, because torch_npu does not load: {pair.failure[:200]}",
-                f"--fix 重建 .venv，因为 torch_npu 无法加载：{pair.failure[:200]}",
+                "--fix makes .venv again, because torch_npu does not "
+                + (f"load: {failure}" if failure else "fit"),
+                "--fix 重建 .venv，因为 torch_npu "
+                + (f"无法加载：{failure}" if failure else "不配套"),
             )
             # This mark makes setup_env.sh start from scratch.
             (ROOT / ".venv" / "setup.busy").touch()
@@ -609,9 +617,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     flags.add(
         "--fix",
-        "also repair harmful variables (only when sourced), the group of the user, and a "
-        "torch_npu that does not load",
-        "还会修复有害的环境变量（仅限 source 时）、用户所属的组，以及无法加载的 torch_npu",
+        "also repair harmful variables (only when sourced), the group of the user, and the "
+        "packages of .venv",
+        "还会修复有害的环境变量（仅限 source 时）、用户所属的组，以及 .venv 里的软件包",
         action="store_true",
     )
     flags.add(

@@ -261,6 +261,16 @@ def test_fix_rebuilds_a_broken_environment(clone: Clone) -> None:
     assert (clone.root / ".venv/setup.busy").exists(), "setup_env.sh deletes a .venv that has this mark"
 
 
+def test_fix_installs_what_was_removed_or_replaced_beside_a_pair_that_loads(clone: Clone) -> None:
+    """Such as numpy 2 beside a CANN before 9.0."""
+    clone.make_host(cann="8.5.0")
+    clone.has_pair("2.9.0")
+    stamp = clone.root / ".venv/setup.stamp"
+    for flags, text in (((), ""), (("--fix", "--dry-run"), ""), (("--fix",), "stale\n")):
+        assert clone.run(*flags)[0] == 0 and stamp.read_text() == text
+    assert not (clone.root / ".venv/setup.busy").exists()
+
+
 def test_dry_run_prints_and_changes_nothing_even_in_a_terminal_without_chinese(clone: Clone) -> None:
     made = clone.make_host()
     code, out = clone.run("--dry-run", PYTHONIOENCODING="ascii")

@@ -57,6 +57,9 @@ def test_fix_marks_a_complete_environment_which_is_made_again(machine: Machine) 
     assert code == 0 and "ready" in out and not broken.exists()
     assert len(machine.called("requirements-dev.lock")) == 2, "the test tools come back too"
     assert machine.run(*flags) == (0, "", "")
+    with (machine.root / ".venv/setup.stamp").open("a") as stamp:
+        stamp.write("stale\n")  # as it does if the pair loads
+    assert "ready" in machine.run("--numpy", "2")[1] and len(machine.called("requirements-dev.lock")) == 3
 
 
 def test_set_up_and_speedrun_agree_where_torch_npu_was_there_before(machine: Machine, tmp_path: Path) -> None:
