@@ -76,7 +76,7 @@ def test_locale_decides_the_language() -> None:
     assert lines.language_of({"LANG": "zh_CN.UTF-8", "LC_ALL": "C"}) == lines.language_of({}) == "en"
 
 
-def test_without_torch_it_uses_the_python_of_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_venv_comes_before_one_that_brings_its_own_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_npu, "ROOT", tmp_path)
     monkeypatch.setattr(check_npu.importlib.util, "find_spec", lambda name: None)
     assert check_npu.python_with_torch() == ""
@@ -86,9 +86,10 @@ def test_without_torch_it_uses_the_python_of_venv(tmp_path: Path, monkeypatch: p
     own.parent.mkdir(parents=True)
     own.write_text("#!/bin/bash\nexit ${NO_TORCH:-0}\n")
     own.chmod(0o755)
+    monkeypatch.setattr(check_npu.importlib.util, "find_spec", lambda name: name)  # as in conda's environments
     assert check_npu.python_with_torch() == str(own)
     monkeypatch.setenv("NO_TORCH", "1")
-    assert check_npu.python_with_torch() == ""
+    assert check_npu.python_with_torch() == sys.executable
 
 
 def test_the_log_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
