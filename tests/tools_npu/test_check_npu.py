@@ -76,7 +76,9 @@ def test_locale_decides_the_language() -> None:
     assert lines.language_of({"LANG": "zh_CN.UTF-8", "LC_ALL": "C"}) == lines.language_of({}) == "en"
 
 
-def test_the_python_of_venv_comes_before_one_that_brings_its_own_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_venv_comes_before_one_that_brings_its_own_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(check_npu, "ROOT", tmp_path)
     monkeypatch.setattr(check_npu.importlib.util, "find_spec", lambda name: None)
     assert check_npu.python_with_torch() == ""
