@@ -496,7 +496,15 @@ def variables(env: Mapping[str, str], torch_npu: str) -> Iterator[Line]:
     if not findings:
         yield Line("variables", PASS, "no harmful variable is set", "没有有害的变量")
     port = env.get("MASTER_PORT", "")
-    if port.isdigit() and not environment.port_is_free(int(port)):
+    if port and not (port.isdigit() and int(port) < 65536):
+        yield Line(
+            "MASTER_PORT",
+            FAIL,
+            f"MASTER_PORT={port} must be a whole number up to 65535",
+            f"MASTER_PORT={port}，应为不超过 65535 的整数",
+            "unset MASTER_PORT",
+        )
+    elif port and not environment.port_is_free(int(port)):
         yield Line(
             "MASTER_PORT",
             WARN,

@@ -494,6 +494,8 @@ def test_one_host_needs_no_address(clone: Clone) -> None:
         ({"NNODES": "2", "MASTER_ADDR": "a"}, "NODE_RANK"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "got '2'"),
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR"),
+        (BY_HAND | {"MASTER_PORT": "295000"}, "MASTER_PORT"),
+        (BY_HAND | {"MASTER_PORT": "10.0.0.1:29500"}, "MASTER_PORT"),
     ],
 )
 def test_missing_or_wrong_variables_of_hosts_are_refused(clone: Clone, environment: dict[str, str], name: str) -> None:

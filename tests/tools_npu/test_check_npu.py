@@ -244,6 +244,11 @@ def test_ranks_are_compared_with_visible_cards(variables: dict[str, str], name: 
     assert by_name(list(host_checks.launch(found, variables)))[name].status == status
 
 
+@pytest.mark.parametrize("port", ["295000", "10.0.0.1:29500", "-1"])
+def test_a_master_port_that_is_none_is_named(port: str) -> None:
+    assert by_name(list(host_checks.variables({"MASTER_PORT": port}, "")))["MASTER_PORT"].status == FAIL
+
+
 # --- the process with torch ------------------------------------------------------------------------
 
 
