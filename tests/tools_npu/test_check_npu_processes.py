@@ -89,6 +89,21 @@ def test_a_launcher_and_its_ranks_are_one_job_and_another_job_is_not_named_with_
     }
 
 
+@pytest.mark.parametrize(
+    ("words", "is_listed"),
+    [
+        (["bash", "runs/supervise.sh", "scripts.base_train", "--depth=20"], True),
+        (["bash", "/repo/runs/train_with_fineweb.sh"], True),
+        (["/bin/bash", "./speedrun_npu.sh", "--data", "tinyworld"], True),
+        (["python", "-m", "runs.miniseries", "--quick"], True),
+        (["vim", "runs/supervise.sh"], False),
+        (["less", "speedrun.sh"], False),
+    ],
+)
+def test_a_script_that_would_go_on_is_part_of_the_job(words: list[str], is_listed: bool) -> None:
+    assert bool(processes.TRAINING.search("".join(f"{word}\0" for word in words))) == is_listed
+
+
 def test_where_all_work_as_root_the_login_tells_whose_process_it_is(tmp_path: Path) -> None:
     (tmp_path / "loginuid").write_text("54321")
     assert processes.user_of(tmp_path) == "54321"
