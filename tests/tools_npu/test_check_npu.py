@@ -399,7 +399,8 @@ def test_an_operator_that_fails_without_its_ops_package_names_the_package(
 def answers(**changes: object) -> list[RankResult]:
     first = {"wrong": [], "gb_per_s": 21.0}
     second = {"wrong": [], "gb_per_s": 20.0, **changes}
-    return [RankResult(0, 0, json.dumps(first), ""), RankResult(1, 0, "noise\n" + json.dumps(second), "")]
+    logged = f"noise\n{json.dumps(second)}\n[EVENT] HCCL(9,python): a line of CANN's log\n"
+    return [RankResult(0, 0, json.dumps(first), ""), RankResult(1, 0, logged, "")]
 
 
 def test_collectives_are_judged_one_by_one() -> None:
