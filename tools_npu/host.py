@@ -222,6 +222,14 @@ def find_driver(environment: Mapping[str, str]) -> Driver | None:
     return Driver(first_value(path / "version.info", "Version"), str(path), libraries)
 
 
+def add_driver(job: dict[str, str], driver: Driver | None) -> None:
+    """Put the libraries of the driver on LD_LIBRARY_PATH if they are not there yet."""
+    paths = [path for path in job.get("LD_LIBRARY_PATH", "").split(":") if path]
+    libraries = driver.libraries if driver else ()
+    missing = [path for path in libraries if path not in paths]
+    job["LD_LIBRARY_PATH"] = ":".join([*missing, *paths])
+
+
 def find_devices(environment: Mapping[str, str]) -> tuple[list[Device], list[Device]]:
     """Return the device files of the cards, sorted by number, and the manager files that exist."""
     folder = Path(prefix(environment) + "/dev")
@@ -377,6 +385,8 @@ def parse_topology(text: str) -> dict[str, dict[str, str]]:
 def run_smi(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str]:
     """Return the output of npu-smi, and why the call failed, or "" if it succeeded."""
     root = prefix(environment)
+    env = dict(environment)
+    add_driver(env, find_driver(environment))  # whose libraries a container does not find by itself
     folders = [environment.get("PATH", ""), root + "/usr/local/bin", root + "/usr/local/sbin"]
     program = shutil.which("npu-smi", path=os.pathsep.join(folders))
     if program is None:
@@ -387,7 +397,7 @@ def run_smi(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[s
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             timeout=SMI_SECONDS,
-            env=dict(environment),
+            env=env,
         )
     except subprocess.TimeoutExpired:
         return "", SMI_TIMEOUT

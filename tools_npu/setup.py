@@ -246,7 +246,7 @@ def job_environment(
         new = source_variables(cann.set_env, env)
     if cann:
         new.setdefault("ASCEND_HOME_PATH", cann.home)
-    add_driver(new, inventory.driver)
+    host.add_driver(new, inventory.driver)
     allocator = environment.allocator_variable(torch_npu)
     for name in environment.ALLOCATOR_VARIABLES:
         if name != allocator and name in new:
@@ -266,14 +266,6 @@ def set_defaults(job: dict[str, str], torch_npu: str) -> None:
     """Set the variables that the set-up exports, unless the user has set them."""
     for variable in environment.exported_variables(torch_npu):
         job.setdefault(variable.name, variable.value)
-
-
-def add_driver(job: dict[str, str], driver: host.Driver | None) -> None:
-    """Put the libraries of the driver on LD_LIBRARY_PATH if they are not there yet."""
-    paths = [path for path in job.get("LD_LIBRARY_PATH", "").split(":") if path]
-    libraries = driver.libraries if driver else ()
-    missing = [path for path in libraries if path not in paths]
-    job["LD_LIBRARY_PATH"] = ":".join([*missing, *paths])
 
 
 def activate_venv(job: dict[str, str]) -> None:

@@ -298,6 +298,16 @@ def test_npu_smi_that_fails_says_why(tmp_path: Path, stub: str | None, why: str)
     assert host.run_smi(["info"], env)[1] == why
 
 
+def test_npu_smi_finds_the_libraries_of_the_driver(tmp_path: Path) -> None:
+    """In a container, nothing but the user's LD_LIBRARY_PATH names them."""
+    made = make_host(tmp_path / "host")
+    (tmp_path / "npu-smi").write_text('#!/bin/bash\necho "$LD_LIBRARY_PATH"\n')
+    (tmp_path / "npu-smi").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "ASCEND_ROOT_PREFIX": str(made.root), "LD_LIBRARY_PATH": "/mine"}
+    driver = made.root / "usr/local/Ascend/driver/lib64"
+    assert host.run_smi(["info"], env)[0] == f"{driver}/common:{driver}/driver:{driver}:/mine\n"
+
+
 def test_an_npu_smi_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(*_: object, **options: object) -> None:
         raise subprocess.TimeoutExpired("npu-smi", host.SMI_SECONDS)
