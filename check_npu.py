@@ -223,7 +223,8 @@ def ask_for_pids(zh: bool) -> list[int]:
     question = "IDs to end, separated by spaces (Enter: none): "
     if zh:
         question = "要结束哪些进程？输入进程号，用空格分隔，直接回车则不结束："
-    words = input(question).split()
+    print(question, end="", flush=True)
+    words = sys.stdin.readline().split()  # none at Ctrl-D
     return [int(word) for word in words if word.isdigit()]
 
 
