@@ -214,7 +214,8 @@ def source_variables(script: str, env: Mapping[str, str]) -> dict[str, str]:
         ["bash", "-c", code], env=dict(env), stdout=subprocess.PIPE, timeout=PROBE_SECONDS
     )
     variables = {}
-    for assignment in process.stdout.decode("utf-8", "replace").split("\0"):
+    # In a locale such as zh_CN.GBK, values have bytes that are no UTF-8.
+    for assignment in os.fsdecode(process.stdout).split("\0"):
         name, equals, value = assignment.partition("=")
         if equals:
             variables[name] = value
@@ -446,7 +447,7 @@ def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     torch_npu = install_pair(inventory, pick, options, env)
     lines = environment.changes(env, job_environment(inventory, torch_npu, env, options.fix))
     if options.env_file:
-        Path(options.env_file).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        Path(options.env_file).write_bytes(os.fsencode("\n".join(lines) + "\n"))
     if options.fix and (options.env_file or options.dry_run):
         report_repairs(
             job_environment(inventory, torch_npu, env, fix=False),

@@ -366,6 +366,16 @@ def test_harmful_variables_are_named_and_fix_removes_them(clone: Clone) -> None:
         assert any("--fix" in line and name in line and value in line for line in out.splitlines()), out
 
 
+def test_values_in_another_encoding_arrive_whole(clone: Clone) -> None:
+    """Such as names of folders in a terminal that uses GBK."""
+    clone.make_host()
+    env = {name.encode(): value.encode() for name, value in clone.environment(LANG="C.UTF-8").items()}
+    env |= {b"NANOCHAT_BASE_DIR": b"/data/\xd5\xc5", b"PATH": env[b"PATH"] + b":/opt/\xd5\xc5"}
+    script = f'. {clone.root}/setup_ascend.sh >/dev/null; echo "$NANOCHAT_BASE_DIR $PATH"'
+    said = subprocess.run(["bash", "-c", script], env=env, capture_output=True, cwd="/", check=True).stdout
+    assert said.startswith(b"/data/\xd5\xc5 ") and said.endswith(b":/opt/\xd5\xc5\n")
+
+
 def test_values_with_quotes_and_blanks_arrive_whole(clone: Clone) -> None:
     old: dict[str, str] = {"A": "1", "C": "gone", "BASH_FUNC_f%%": "() { :; }"}
     lines = environment.changes(old, {"A": "1", "B": 'it\'s "two" words $HOME'})
