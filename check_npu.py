@@ -9,7 +9,7 @@
     python check_npu.py --lang zh        print Chinese (default: the language of the locale)
 
 The script needs only the standard library of Python 3.8 or later. The checks that need torch run in
-a separate process, with .venv/bin/python if this Python has no torch.
+a separate process, with .venv/bin/python, or with this Python if that one has no torch.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ CHINESE_HELP = """检查昇腾主机，从驱动一直到集合通信，说明�
     python check_npu.py --processes      列出你的训练进程、用户和目录；加上 --end ID... 结束其中几个
     python check_npu.py --lang zh        打印中文（默认：由系统的语言环境决定）
 
-这个脚本只需要 Python 3.8 或更高版本的标准库。需要 torch 的检查在单独的进程里进行；如果运行它的 Python 没有 torch，
-就用 .venv/bin/python。
+这个脚本只需要 Python 3.8 或更高版本的标准库。需要 torch 的检查在单独的进程里进行，用的是 .venv/bin/python；
+如果它没有 torch，就用运行本脚本的 Python。
 """
 
 DEVICE_SECONDS = 900
@@ -54,16 +54,17 @@ HEADER_ZH = "  进程号       已运行  占用的卡          显存  用户  
 
 
 def python_with_torch() -> str:
-    """Return the path of this Python if it has torch, or else of .venv/bin/python.
+    """Return the path of .venv/bin/python if it has torch, or else of this Python.
 
-    The path is "" if neither has torch.
+    The path is "" if neither has torch. A torch of the system or of conda is not the one that jobs
+    use once set-up has made .venv.
     """
-    if sys.version_info >= (3, 10) and importlib.util.find_spec("torch") is not None:
-        return sys.executable
     python = ROOT / ".venv" / "bin" / "python"
     probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
-    if python.exists() and subprocess.run([str(python), "-c", probe]).returncode == 0:
+    if os.path.exists(python) and subprocess.run([str(python), "-c", probe]).returncode == 0:
         return str(python)
+    if sys.version_info >= (3, 10) and importlib.util.find_spec("torch") is not None:
+        return sys.executable
     return ""
 
 
@@ -222,7 +223,8 @@ def ask_for_pids(zh: bool) -> list[int]:
     question = "IDs to end, separated by spaces (Enter: none): "
     if zh:
         question = "要结束哪些进程？输入进程号，用空格分隔，直接回车则不结束："
-    words = input(question).split()
+    print(question, end="", flush=True)
+    words = sys.stdin.readline().split()  # none at Ctrl-D
     return [int(word) for word in words if word.isdigit()]
 
 

@@ -3,7 +3,7 @@
 #   source setup_ascend.sh             make .venv and set the variables in this shell (bash, zsh, dash)
 #   bash setup_ascend.sh               make .venv only; speedrun_npu.sh sources this file itself
 #   bash setup_ascend.sh --dry-run     print what would be done and change nothing
-#   bash setup_ascend.sh --fix         also repair the user's group and a torch_npu that does not load
+#   bash setup_ascend.sh --fix         also repair the user's group and the packages of .venv
 #   source setup_ascend.sh --fix       repair harmful variables of this shell as well
 #   bash setup_ascend.sh --torch-npu VERSION    install this torch_npu instead of the one that the table pairs with CANN
 # Exit codes: 0 ready, 1 refused or failed, 2 unknown flag, 3 this host has no NPU.

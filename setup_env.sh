@@ -7,7 +7,8 @@
 # of torch and torch_npu and passes --npu VERSION, --python-max MINOR (the newest Python 3 with a wheel) and --numpy 1|2.
 #
 # .venv/setup.stamp records the inputs for which the environment is complete. .venv/setup.busy exists while packages
-# are being changed: an environment that a killed set-up left behind is deleted and rebuilt from uv's cache.
+# are being changed: an environment that a killed set-up left behind is deleted and rebuilt from uv's cache. So is one in
+# which setup_ascend.sh --fix makes that mark.
 
 # 创建 .venv，安装 pyproject.toml 和锁文件里列出的软件包。没有变化时什么也不做。
 #   source setup_env.sh && setup_env    在脚本里用：之后的 python 就是 .venv 里的 Python
@@ -356,7 +357,7 @@ fingerprint() { # prints the inputs that determine the environment
 
 is_whole() {
     local now stamp
-    [ -f "$SETUP_VENV/setup.stamp" ] || return
+    [ -f "$SETUP_VENV/setup.stamp" ] && [ ! -e "$SETUP_VENV/setup.busy" ] || return
     now=$(fingerprint) stamp=$(cat "$SETUP_VENV/setup.stamp")
     # What was built with cargo is complete for a user without cargo too.
     [ "$now" = "$stamp" ] || [ "${now/cargo no/cargo yes}" = "$stamp" ]
@@ -466,8 +467,8 @@ setup_main() {
     check_imports
     check_compiler
     rm -rf "$SETUP_VENV/uv-cache"
-    printf '%s\n' "$stamp" >"$SETUP_VENV/setup.stamp"
     rm "$SETUP_VENV/setup.busy"
+    printf '%s\n' "$stamp" >"$SETUP_VENV/setup.stamp"
     say "ready in $SECONDS s" "完成，用时 $SECONDS 秒"
 }
 

@@ -32,7 +32,7 @@ def read_flags(path: Path, given: list[str]) -> list[str]:
     line wins. SystemExit with one message if the file cannot be read or holds a table.
     """
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as failure:
         sys.exit(
             tr(

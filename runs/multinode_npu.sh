@@ -36,6 +36,10 @@ if ! [[ $hosts =~ ^[1-9][0-9]*$ ]]; then
     exit 2
 fi
 if [ "$hosts" -gt 1 ]; then
+    if ! [[ $port =~ ^[0-9]{1,5}$ ]] || [ "$port" -gt 65535 ]; then
+        tell "error: MASTER_PORT must be a whole number up to 65535, got '$port'; set it to the same free port on every host" "错误：MASTER_PORT 必须是不超过 65535 的整数，得到的是 '$port'；请在每台主机上设成同一个空闲端口" >&2
+        exit 2
+    fi
     if ! [[ $number =~ ^[0-9]+$ ]] || [ "$number" -ge "$hosts" ]; then
         tell "error: NODE_RANK must be this host's number, from 0 to $((hosts - 1)), got '$number'; set a different number on every host" "错误：NODE_RANK 必须是本机的编号，从 0 到 $((hosts - 1))，得到的是 '$number'；请在每台主机上设成不同的数" >&2
         exit 2

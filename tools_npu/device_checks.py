@@ -151,7 +151,7 @@ def load_torch(out: Output) -> str:
         return ""
     version = str(torch.__version__)
     status = PASS if versions.release(version)[:2] >= versions.TORCH_FLOOR else FAIL
-    out.line(Line("torch", status, version, version, "bash setup_ascend.sh"))
+    out.line(Line("torch", status, version, version, "bash setup_ascend.sh --fix"))
     return version
 
 
@@ -194,7 +194,7 @@ def check_numpy(out: Output, cann: str) -> None:
             fit.status,
             fit.english or f"numpy {numpy}, CANN {cann or '?'}",
             fit.chinese or f"numpy {numpy}，CANN {cann or '?'}",
-            "bash setup_ascend.sh",
+            "bash setup_ascend.sh --fix",
         )
     )
 
@@ -512,7 +512,7 @@ def report_collectives(
         # The first to end names the cause: the others were waiting for it.
         report_failed_rank(out, min(failed, key=lambda result: result.ended))
         return None
-    answers = [json.loads(result.output.strip().splitlines()[-1]) for result in results]
+    answers = [answer_of(result) for result in results]
     for name in COLLECTIVES:
         wrong = [str(rank) for rank, answer in enumerate(answers) if name in answer["wrong"]]
         english = f"wrong on rank {', '.join(wrong)}" if wrong else f"correct on {ranks} ranks"
@@ -530,6 +530,13 @@ def report_collectives(
         )
     )
     return None if any(answer["wrong"] for answer in answers) else speed
+
+
+def answer_of(result: RankResult) -> dict[str, Any]:
+    """Return what a rank has printed as JSON, around which CANN may have printed its log."""
+    json_lines = [line for line in result.output.splitlines() if line.startswith('{"wrong"')]
+    answer: dict[str, Any] = json.loads(json_lines[-1])
+    return answer
 
 
 def report_failed_rank(out: Output, result: RankResult) -> None:

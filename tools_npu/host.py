@@ -19,6 +19,8 @@ GROUP = "HwHiAiUser"
 MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
 # Subfolders of Ascend/ that hold set_env.sh, the newest layout first.
 LAYOUTS = ("cann", "ascend-toolkit", "nnae", "latest")
+# The variables that name a CANN, the first of which wins.
+NAMING = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_HOME")
 SMI_SECONDS = 30
 NO_SMI = "npu-smi: not found"
 SMI_TIMEOUT = f"npu-smi: no answer within {SMI_SECONDS} s"
@@ -117,7 +119,7 @@ def home_of(set_env: Path) -> Path:
     folder.
     """
     latest = set_env.parent / "latest"
-    return latest if latest.is_dir() else set_env.parent
+    return latest if os.path.isdir(latest) else set_env.parent
 
 
 def installed_in(folder: Path) -> list[Cann]:
@@ -125,7 +127,7 @@ def installed_in(folder: Path) -> list[Cann]:
     canns = []
     for layout in LAYOUTS:
         script = folder / layout / "set_env.sh"
-        if script.is_file():
+        if os.path.isfile(script):
             home = home_of(script)
             canns.append(Cann(str(home), str(script), cann_version(home), layout))
     return newest_first(canns)
@@ -141,24 +143,55 @@ def named_cann(environment: Mapping[str, str]) -> Cann | None:
 
     A variable names the folder of CANN or, as ASCEND_HOME does in guides, the folder above it.
     """
-    for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_HOME"):
+    for variable in NAMING:
         home = Path(environment.get(variable) or "/nowhere")
         inside = installed_in(home)
-        if inside and not (home / "set_env.sh").is_file():
+        if os.path.isfile(home / "set_env.sh"):
+            home = home_of(home / "set_env.sh")
+        elif inside:
             return inside[0]._replace(layout="environment")
         candidates = (home / "set_env.sh", home.parent / "set_env.sh")
-        scripts = [str(path) for path in candidates if path.is_file()]
-        if home.is_dir() and (scripts or variable != "ASCEND_HOME"):
+        scripts = [str(path) for path in candidates if os.path.isfile(path)]
+        if os.path.isdir(home) and (scripts or variable != "ASCEND_HOME"):
             script = scripts[0] if scripts else ""
             return Cann(str(home), script, cann_version(home), "environment")
     return None
 
 
-def find_canns(environment: Mapping[str, str]) -> list[Cann]:
-    """Return every CANN of this host: the one that the environment names, then the newest first."""
+def usual_folders(environment: Mapping[str, str]) -> list[Path]:
+    """Return the folders in which CANN is installed unless another one is named."""
     folders = [Path(prefix(environment) + "/usr/local/Ascend")]
     if environment.get("HOME"):
         folders.append(Path(environment["HOME"]) / "Ascend")
+    return folders
+
+
+def closed_cann(environment: Mapping[str, str]) -> str:
+    """Return a folder of CANN that this user may not read, or "".
+
+    Without --install-for-all, CANN is for the user who installed it.
+    """
+    paths = [Path(environment.get(name) or "/nowhere") for name in NAMING]
+    for folder in usual_folders(environment):
+        paths += [folder, *(folder / layout for layout in LAYOUTS)]
+    closed = [path for path in paths if is_closed(path)]
+    return str(closed[0]) if closed else ""
+
+
+def is_closed(path: Path) -> bool:
+    """Return whether the access to a folder is refused."""
+    try:
+        os.scandir(str(path)).close()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def find_canns(environment: Mapping[str, str]) -> list[Cann]:
+    """Return every CANN of this host: the one that the environment names, then the newest first."""
+    folders = usual_folders(environment)
     canns = newest_first([cann for folder in folders for cann in installed_in(folder)])
     named = named_cann(environment)
     if named:
@@ -178,15 +211,23 @@ def find_driver(environment: Mapping[str, str]) -> Driver | None:
     root = prefix(environment)
     named = first_value(Path(root + "/etc/ascend_install.info"), "Driver_Install_Path_Param")
     paths = [Path(f"{root}{base}/driver") for base in (named, "/usr/local/Ascend") if base]
-    candidates = [path for path in paths if (path / "version.info").is_file()]
+    candidates = [path for path in paths if os.path.isfile(path / "version.info")]
     if not candidates:
-        candidates = [path for path in paths if (path / "lib64").is_dir()]
+        candidates = [path for path in paths if os.path.isdir(path / "lib64")]
     if not candidates:
         return None
     path = candidates[0]
     folders = [path / "lib64" / name for name in ("common", "driver", "")]
-    libraries = tuple(str(folder) for folder in folders if folder.is_dir())
+    libraries = tuple(str(folder) for folder in folders if os.path.isdir(folder))
     return Driver(first_value(path / "version.info", "Version"), str(path), libraries)
+
+
+def add_driver(job: dict[str, str], driver: Driver | None) -> None:
+    """Put the libraries of the driver on LD_LIBRARY_PATH if they are not there yet."""
+    paths = [path for path in job.get("LD_LIBRARY_PATH", "").split(":") if path]
+    libraries = driver.libraries if driver else ()
+    missing = [path for path in libraries if path not in paths]
+    job["LD_LIBRARY_PATH"] = ":".join([*missing, *paths])
 
 
 def find_devices(environment: Mapping[str, str]) -> tuple[list[Device], list[Device]]:
@@ -344,6 +385,8 @@ def parse_topology(text: str) -> dict[str, dict[str, str]]:
 def run_smi(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str]:
     """Return the output of npu-smi, and why the call failed, or "" if it succeeded."""
     root = prefix(environment)
+    env = dict(environment)
+    add_driver(env, find_driver(environment))  # whose libraries a container does not find by itself
     folders = [environment.get("PATH", ""), root + "/usr/local/bin", root + "/usr/local/sbin"]
     program = shutil.which("npu-smi", path=os.pathsep.join(folders))
     if program is None:
@@ -354,7 +397,7 @@ def run_smi(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[s
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             timeout=SMI_SECONDS,
-            env=dict(environment),
+            env=env,
         )
     except subprocess.TimeoutExpired:
         return "", SMI_TIMEOUT

@@ -106,6 +106,16 @@ def driver_and_cann(inventory: setup.Inventory, env: Mapping[str, str]) -> Itera
             DRIVER_REMEDY,
         )
     cann = inventory.cann
+    closed = host.closed_cann(env) if cann is None else ""
+    if closed:
+        yield Line(
+            "cann",
+            FAIL,
+            f"this user may not read {closed}",
+            f"当前用户没有权限读取 {closed}",
+            setup.CLOSED_REMEDY,
+        )
+        return
     if cann is None:
         yield Line(
             "cann",
@@ -486,7 +496,15 @@ def variables(env: Mapping[str, str], torch_npu: str) -> Iterator[Line]:
     if not findings:
         yield Line("variables", PASS, "no harmful variable is set", "没有有害的变量")
     port = env.get("MASTER_PORT", "")
-    if port.isdigit() and not environment.port_is_free(int(port)):
+    if port and not (port.isdigit() and int(port) < 65536):
+        yield Line(
+            "MASTER_PORT",
+            FAIL,
+            f"MASTER_PORT={port} must be a whole number up to 65535",
+            f"MASTER_PORT={port}，应为不超过 65535 的整数",
+            "unset MASTER_PORT",
+        )
+    elif port and not environment.port_is_free(int(port)):
         yield Line(
             "MASTER_PORT",
             WARN,
@@ -510,7 +528,7 @@ def limits(folder: Path) -> Iterator[Line]:
     else:
         yield Line("open files", PASS, f"the limit is {soft}", f"上限是 {soft}")
     existing = folder
-    while not existing.is_dir():
+    while not os.path.isdir(existing):
         existing = existing.parent
     if not os.access(str(existing), os.W_OK):
         yield Line(

@@ -12,8 +12,10 @@ from typing import Callable, Mapping, NamedTuple, Sequence
 
 from tools_npu.host import Holder, prefix
 
+# A script is part of its job: runs/supervise.sh would start a job again that was ended without it.
 TRAINING = re.compile(
-    r"-m\x00(scripts|bench|torch\.distributed\.run)\b|torchrun\x00|/torchrun\b|speedrun(_npu)?\.sh"
+    r"-m\x00(scripts|bench|runs|torch\.distributed\.run)\b|torchrun\x00|/torchrun\b|"
+    r"sh\x00[^\x00]*\b(speedrun(_npu)?|runs/\w+)\.sh\x00"
 )
 PATIENCE_SECONDS = 10.0
 

@@ -3,7 +3,7 @@
     bash setup_ascend.sh             make the environment
     source setup_ascend.sh           make the environment and set its variables in this shell
     bash setup_ascend.sh --dry-run   print what would be done and change nothing
-    bash setup_ascend.sh --fix       also repair the group of the user and a torch_npu that does not load
+    bash setup_ascend.sh --fix       also repair the group of the user and the packages of .venv
     source setup_ascend.sh --fix     repair harmful variables of this shell as well
 
 Exit codes: 0 ready, 1 refused or failed, 2 unknown flag, 3 this host has no NPU.
@@ -31,7 +31,7 @@ CHINESE_HELP = """准备昇腾主机：选择与 CANN 配套的 torch 和 torch_
     bash setup_ascend.sh             创建环境
     source setup_ascend.sh           创建环境，并在当前 shell 里设置变量
     bash setup_ascend.sh --dry-run   只打印会做什么，不做任何更改
-    bash setup_ascend.sh --fix       还会修复用户所属的组和无法加载的 torch_npu
+    bash setup_ascend.sh --fix       还会修复用户所属的组和 .venv 里的软件包
     source setup_ascend.sh --fix     还会修复当前 shell 里有害的环境变量
 
 退出码：0 就绪，1 被拒绝或失败，2 选项不认识，3 本机没有 NPU。
@@ -54,6 +54,13 @@ PROBE = (
 OPEN = (
     "try: torch.npu.set_device(0)\nexcept Exception as failure: print('closed', ' "
     "'.join(str(failure).split()) or repr(failure))\n"
+)
+
+# What to do about a CANN that this user may not read, in English and Chinese.
+CLOSED_REMEDY = (
+    "whoever installed that CANN can install it again with --install-for-all; or install CANN "
+    f"{versions.CANN_FLOOR} or later for yourself, in ~/Ascend",
+    f"请安装它的用户加上 --install-for-all 重新安装；或自己在 ~/Ascend 里安装 CANN {versions.CANN_FLOOR} 或更高版本",
 )
 
 
@@ -133,7 +140,11 @@ def describe(inventory: Inventory) -> None:
     say(f"{len(inventory.cards)} card(s){names}", f"{len(inventory.cards)} 张卡{names}")
 
 
-def choose_pair(inventory: Inventory, torch_npu: str) -> versions.Pick:
+def choose_pair(
+    inventory: Inventory,
+    torch_npu: str,
+    env: Mapping[str, str],
+) -> versions.Pick:
     """Return the pair of torch and torch_npu to install.
 
     `torch_npu` is the version that the user names, or "". Raises Refusal if the host is too old or
@@ -156,6 +167,12 @@ def choose_pair(inventory: Inventory, torch_npu: str) -> versions.Pick:
                 "CPU, run `bash speedrun.sh`",
                 "本机没有昇腾 NPU：没有驱动，没有 /dev/davinci*，也没有 CANN。改用 GPU 或 CPU：bash speedrun.sh",
                 NO_NPU,
+            )
+        closed = host.closed_cann(env)
+        if closed:
+            raise Refusal(
+                f"this user may not read {closed}: {CLOSED_REMEDY[0]}",
+                f"当前用户没有权限读取 {closed}：{CLOSED_REMEDY[1]}",
             )
         raise Refusal(
             "no CANN was found (looked for set_env.sh in "
@@ -197,7 +214,8 @@ def source_variables(script: str, env: Mapping[str, str]) -> dict[str, str]:
         ["bash", "-c", code], env=dict(env), stdout=subprocess.PIPE, timeout=PROBE_SECONDS
     )
     variables = {}
-    for assignment in process.stdout.decode("utf-8", "replace").split("\0"):
+    # In a locale such as zh_CN.GBK, values have bytes that are no UTF-8.
+    for assignment in os.fsdecode(process.stdout).split("\0"):
         name, equals, value = assignment.partition("=")
         if equals:
             variables[name] = value
@@ -229,7 +247,7 @@ def job_environment(
         new = source_variables(cann.set_env, env)
     if cann:
         new.setdefault("ASCEND_HOME_PATH", cann.home)
-    add_driver(new, inventory.driver)
+    host.add_driver(new, inventory.driver)
     allocator = environment.allocator_variable(torch_npu)
     for name in environment.ALLOCATOR_VARIABLES:
         if name != allocator and name in new:
@@ -249,14 +267,6 @@ def set_defaults(job: dict[str, str], torch_npu: str) -> None:
     """Set the variables that the set-up exports, unless the user has set them."""
     for variable in environment.exported_variables(torch_npu):
         job.setdefault(variable.name, variable.value)
-
-
-def add_driver(job: dict[str, str], driver: host.Driver | None) -> None:
-    """Put the libraries of the driver on LD_LIBRARY_PATH if they are not there yet."""
-    paths = [path for path in job.get("LD_LIBRARY_PATH", "").split(":") if path]
-    libraries = driver.libraries if driver else ()
-    missing = [path for path in libraries if path not in paths]
-    job["LD_LIBRARY_PATH"] = ":".join([*missing, *paths])
 
 
 def activate_venv(job: dict[str, str]) -> None:
@@ -320,7 +330,7 @@ def probe(python: str, env: Mapping[str, str], cards: bool) -> Pair:
 def venv_python() -> str:
     """Return the Python of .venv, or "" if there is none."""
     path = ROOT / ".venv" / "bin" / "python"
-    return str(path) if path.exists() else ""
+    return str(path) if os.path.exists(path) else ""
 
 
 def can_stay(pair: Pair, cann: str, torch_npu: str) -> bool:
@@ -424,7 +434,7 @@ def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     """
     inventory = take_inventory(env)
     describe(inventory)
-    pick = choose_pair(inventory, options.torch_npu)
+    pick = choose_pair(inventory, options.torch_npu, env)
     if pick.warning[0]:
         say(*pick.warning, mark="warning")
     if not inventory.cards:
@@ -437,7 +447,7 @@ def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     torch_npu = install_pair(inventory, pick, options, env)
     lines = environment.changes(env, job_environment(inventory, torch_npu, env, options.fix))
     if options.env_file:
-        Path(options.env_file).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        Path(options.env_file).write_bytes(os.fsencode("\n".join(lines) + "\n"))
     if options.fix and (options.env_file or options.dry_run):
         report_repairs(
             job_environment(inventory, torch_npu, env, fix=False),
@@ -492,15 +502,23 @@ def install_pair(
             f"torch {pair.torch} 和 torch_npu {pair.torch_npu} 能加载，与 CANN {cann} 配套：保留不动",
         )
         torch_npu = pair.torch_npu
+        stamp = ROOT / ".venv" / "setup.stamp"
+        if options.fix and not options.dry_run and stamp.is_file():
+            # This line makes setup_env.sh install every package that was removed or replaced.
+            with stamp.open("a", encoding="utf-8") as file:
+                file.write("stale\n")
         make_environment(None, numpy, env, options.dry_run)
     else:
         torch_npu = pick.torch_npu
         say(*versions.explain(cann, pick, bool(options.torch_npu)))
         is_broken = python and not re.search(LIBRARY, pair.failure)
         if options.fix and is_broken and not options.dry_run:
+            failure = pair.failure[:200]
             say(
-                f"--fix makes .venv again, because torch_npu does not load: {pair.failure[:200]}",
-                f"--fix 重建 .venv，因为 torch_npu 无法加载：{pair.failure[:200]}",
+                "--fix makes .venv again, because torch_npu does not "
+                + (f"load: {failure}" if failure else "fit"),
+                "--fix 重建 .venv，因为 torch_npu "
+                + (f"无法加载：{failure}" if failure else "不配套"),
             )
             # This mark makes setup_env.sh start from scratch.
             (ROOT / ".venv" / "setup.busy").touch()
@@ -592,9 +610,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     flags.add(
         "--fix",
-        "also repair harmful variables (only when sourced), the group of the user, and a "
-        "torch_npu that does not load",
-        "还会修复有害的环境变量（仅限 source 时）、用户所属的组，以及无法加载的 torch_npu",
+        "also repair harmful variables (only when sourced), the group of the user, and the "
+        "packages of .venv",
+        "还会修复有害的环境变量（仅限 source 时）、用户所属的组，以及 .venv 里的软件包",
         action="store_true",
     )
     flags.add(

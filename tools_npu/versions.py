@@ -316,6 +316,6 @@ def remedy(fit: Fit, cann: str) -> tuple[str, str]:
             f"如果下面各项都通过，不用处理；否则运行 bash setup_ascend.sh --torch-npu {picked}",
         )
     return (
-        "bash setup_ascend.sh (it picks the torch_npu that fits)",
-        "bash setup_ascend.sh（会自动选装配套的 torch_npu）",
+        "bash setup_ascend.sh --fix (it picks the torch_npu that fits)",
+        "bash setup_ascend.sh --fix（会自动选装配套的 torch_npu）",
     )

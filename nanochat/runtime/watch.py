@@ -288,8 +288,8 @@ def over(compute: Compute, seconds: float) -> Iterator[None]:
     """Let the ranks watch each other inside this block; with 0 seconds or one rank, do nothing.
 
     If a rank stops making progress for `seconds`, all ranks end with an error that names the one
-    that hangs. If the block raises RuntimeError, as a failed collective does, and other ranks have
-    died, raise a UserError that names them instead.
+    that hangs. If the block raises RuntimeError, as a failed collective does, and other ranks or
+    the launcher of the first host have ended, raise a UserError that names them instead.
     """
     if compute.world_size == 1 or seconds <= 0:
         yield
@@ -299,7 +299,10 @@ def over(compute: Compute, seconds: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as failure:
-        words = watch.gone()
+        try:
+            words = watch.gone()
+        except (RuntimeError, ValueError):  # the store ends with the launcher that holds it
+            words = tr("the launcher of the first host is gone")
         if not words:
             raise
         first_sentence = str(failure).splitlines()[0].partition(". ")[0]

@@ -345,7 +345,9 @@ def test_a_script_passes_its_flags_on_but_not_to_set_up(clone: Clone) -> None:
     _, lines, _ = clone.run("train_with_fineweb.sh", "--num_iterations=10000", NPROC_PER_NODE="1")
     assert lines[0] == "setup_ascend []"
     assert lines[-1].startswith("python -m scripts.base_train ") and lines[-1].endswith("--num_iterations=10000")
-    assert clone.run("download_fineweb_data.sh", "8")[1] == ["setup_ascend []", "python -m nanochat.dataset -n 8"]
+    for flags in ("", " --from modelscope"):
+        code, lines, errors = clone.run("download_fineweb_data.sh", "8", *flags.split())
+        assert (code, lines) == (0, ["setup_ascend []", f"python -m nanochat.dataset -n 8{flags}"]), errors
 
 
 def test_the_launcher_of_the_guides_takes_a_number_of_cards_and_flags(clone: Clone) -> None:
@@ -377,6 +379,11 @@ def test_the_settings_of_the_guides_are_flags_and_the_command_line_overrides_the
         assert flag in words
     assert launched(monkeypatch, "--npus=1")[1:3] == ["-m", "scripts.finetune"]
     assert "--checkpoint_activations" not in launched(monkeypatch, "--npus=1", "--no-checkpoint-activations")
+
+
+def test_settings_that_a_windows_editor_has_saved_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.toml").write_text("\ufeffmax_length = 64\r\n", encoding="utf-8")
+    assert "--max_length=64" in launched(monkeypatch, "--npus=1", f"--config={tmp_path}/mine.toml")
 
 
 def test_the_launcher_of_the_guides_speaks_chinese(
@@ -494,6 +501,8 @@ def test_one_host_needs_no_address(clone: Clone) -> None:
         ({"NNODES": "2", "MASTER_ADDR": "a"}, "NODE_RANK"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "got '2'"),
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR"),
+        (BY_HAND | {"MASTER_PORT": "295000"}, "MASTER_PORT"),
+        (BY_HAND | {"MASTER_PORT": "10.0.0.1:29500"}, "MASTER_PORT"),
     ],
 )
 def test_missing_or_wrong_variables_of_hosts_are_refused(clone: Clone, environment: dict[str, str], name: str) -> None:

@@ -130,6 +130,10 @@ def test_ascend_home_names_the_folder_above_cann_as_the_guides_set_it(clone: Clo
     home, script = install_cann(clone.host_root / "data/Ascend", "ascend-toolkit", "8.5.0")
     env = clone.environment(ASCEND_HOME=str(clone.host_root / "data/Ascend"))
     assert host.find_canns(env)[0] == host.Cann(str(home), str(script), "8.5.0", "environment")
+    for name in ("ASCEND_HOME", "ASCEND_HOME_PATH"):  # the folder of its set_env.sh, whose `latest` is CANN
+        env[name] = str(script.parent)
+        assert host.find_canns(env)[0] == host.Cann(str(home), str(script), "8.5.0", "environment")
+        del env[name]
     env["ASCEND_HOME"] = str(clone.host_root / "data")  # nothing there: the usual folders
     assert [cann.layout for cann in host.find_canns(env)] == ["cann"]
 
@@ -257,6 +261,16 @@ def test_fix_rebuilds_a_broken_environment(clone: Clone) -> None:
     assert (clone.root / ".venv/setup.busy").exists(), "setup_env.sh deletes a .venv that has this mark"
 
 
+def test_fix_installs_what_was_removed_or_replaced_beside_a_pair_that_loads(clone: Clone) -> None:
+    """Such as numpy 2 beside a CANN before 9.0."""
+    clone.make_host(cann="8.5.0")
+    clone.has_pair("2.9.0")
+    stamp = clone.root / ".venv/setup.stamp"
+    for flags, text in (((), ""), (("--fix", "--dry-run"), ""), (("--fix",), "stale\n")):
+        assert clone.run(*flags)[0] == 0 and stamp.read_text() == text
+    assert not (clone.root / ".venv/setup.busy").exists()
+
+
 def test_dry_run_prints_and_changes_nothing_even_in_a_terminal_without_chinese(clone: Clone) -> None:
     made = clone.make_host()
     code, out = clone.run("--dry-run", PYTHONIOENCODING="ascii")
@@ -350,6 +364,16 @@ def test_harmful_variables_are_named_and_fix_removes_them(clone: Clone) -> None:
     assert out.splitlines()[-1] == "gone 3 1200 expandable_segments:True"
     for name, value in harmful.items():  # what was changed is said, with the old value
         assert any("--fix" in line and name in line and value in line for line in out.splitlines()), out
+
+
+def test_values_in_another_encoding_arrive_whole(clone: Clone) -> None:
+    """Such as names of folders in a terminal that uses GBK."""
+    clone.make_host()
+    env = {name.encode(): value.encode() for name, value in clone.environment(LANG="C.UTF-8").items()}
+    env |= {b"NANOCHAT_BASE_DIR": b"/data/\xd5\xc5", b"PATH": env[b"PATH"] + b":/opt/\xd5\xc5"}
+    script = f'. {clone.root}/setup_ascend.sh >/dev/null; echo "$NANOCHAT_BASE_DIR $PATH"'
+    said = subprocess.run(["bash", "-c", script], env=env, capture_output=True, cwd="/", check=True).stdout
+    assert said.startswith(b"/data/\xd5\xc5 ") and said.endswith(b":/opt/\xd5\xc5\n")
 
 
 def test_values_with_quotes_and_blanks_arrive_whole(clone: Clone) -> None:

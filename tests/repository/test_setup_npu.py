@@ -47,6 +47,21 @@ def test_the_requested_pair_is_installed_and_kept(machine: Machine) -> None:
     assert versions(machine)[6:] == ["torch==2.12.0+cpu", "torch-npu==2.12.0"]
 
 
+def test_fix_marks_a_complete_environment_which_is_made_again(machine: Machine) -> None:
+    flags = ("--npu", "2.9.0.post2", "--python-max", "13", "--numpy", "2")
+    assert machine.run("--dev", *flags)[0] == 0
+    broken = machine.root / ".venv/broken"
+    broken.touch()
+    (machine.root / ".venv/setup.busy").touch()  # as setup_ascend.sh --fix does
+    code, out, _ = machine.run(*flags)
+    assert code == 0 and "ready" in out and not broken.exists()
+    assert len(machine.called("requirements-dev.lock")) == 2, "the test tools come back too"
+    assert machine.run(*flags) == (0, "", "")
+    with (machine.root / ".venv/setup.stamp").open("a") as stamp:
+        stamp.write("stale\n")  # as it does if the pair loads
+    assert "ready" in machine.run("--numpy", "2")[1] and len(machine.called("requirements-dev.lock")) == 3
+
+
 def test_set_up_and_speedrun_agree_where_torch_npu_was_there_before(machine: Machine, tmp_path: Path) -> None:
     """setup_ascend.sh sees the cards and speedrun.sh gets NANOCHAT_DEVICE: neither asks for torch from the locks."""
     (tmp_path / "host/dev").mkdir(parents=True)

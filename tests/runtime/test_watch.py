@@ -1,6 +1,7 @@
 """Who is to blame when ranks wait: the one that has begun the fewest collectives, or that is silent."""
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,25 @@ def count(compute: Compute) -> list[int]:
 @pytest.mark.ranks
 def test_collectives_are_counted_as_they_begin(pool: Pool) -> None:
     assert pool.run(2, count) == [[1, 1], [1, 0]]
+
+
+class Lost(watch.Watch):
+    """A watch whose store has ended with its launcher."""
+
+    def __init__(self, *_: object):
+        self.store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+    def gone(self) -> str:
+        raise dist.DistNetworkError("Broken pipe")
+
+
+def test_the_end_of_the_first_host_is_told_in_words_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "Watch", Lost)
+    said = "the launcher of the first host is gone. The same command.*failed with: connection reset"
+    with pytest.raises(UserError, match=said), watch.over(replace(on_cpu(), rank=1, world_size=2), 600):
+        raise RuntimeError("connection reset")
 
 
 def failing_collective(compute: Compute) -> str:

@@ -76,7 +76,9 @@ def test_locale_decides_the_language() -> None:
     assert lines.language_of({"LANG": "zh_CN.UTF-8", "LC_ALL": "C"}) == lines.language_of({}) == "en"
 
 
-def test_without_torch_it_uses_the_python_of_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_venv_comes_before_one_that_brings_its_own_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(check_npu, "ROOT", tmp_path)
     monkeypatch.setattr(check_npu.importlib.util, "find_spec", lambda name: None)
     assert check_npu.python_with_torch() == ""
@@ -86,9 +88,10 @@ def test_without_torch_it_uses_the_python_of_venv(tmp_path: Path, monkeypatch: p
     own.parent.mkdir(parents=True)
     own.write_text("#!/bin/bash\nexit ${NO_TORCH:-0}\n")
     own.chmod(0o755)
+    monkeypatch.setattr(check_npu.importlib.util, "find_spec", lambda name: name)  # as in conda's environments
     assert check_npu.python_with_torch() == str(own)
     monkeypatch.setenv("NO_TORCH", "1")
-    assert check_npu.python_with_torch() == ""
+    assert check_npu.python_with_torch() == sys.executable
 
 
 def test_the_log_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +244,11 @@ def test_ranks_are_compared_with_visible_cards(variables: dict[str, str], name: 
     assert by_name(list(host_checks.launch(found, variables)))[name].status == status
 
 
+@pytest.mark.parametrize("port", ["295000", "10.0.0.1:29500", "-1"])
+def test_a_master_port_that_is_none_is_named(port: str) -> None:
+    assert by_name(list(host_checks.variables({"MASTER_PORT": port}, "")))["MASTER_PORT"].status == FAIL
+
+
 # --- the process with torch ------------------------------------------------------------------------
 
 
@@ -391,7 +399,8 @@ def test_an_operator_that_fails_without_its_ops_package_names_the_package(
 def answers(**changes: object) -> list[RankResult]:
     first = {"wrong": [], "gb_per_s": 21.0}
     second = {"wrong": [], "gb_per_s": 20.0, **changes}
-    return [RankResult(0, 0, json.dumps(first), ""), RankResult(1, 0, "noise\n" + json.dumps(second), "")]
+    logged = f"noise\n{json.dumps(second)}\n[EVENT] HCCL(9,python): a line of CANN's log\n"
+    return [RankResult(0, 0, json.dumps(first), ""), RankResult(1, 0, logged, "")]
 
 
 def test_collectives_are_judged_one_by_one() -> None:

@@ -1,5 +1,6 @@
 """check_npu.py --processes: which processes it lists, and that it ends the picked processes and no others."""
 
+import io
 import os
 import pwd
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import check_npu
 from tests.tools_npu.test_check_npu import run
 from tools_npu import host, processes
 
@@ -87,6 +89,28 @@ def test_a_launcher_and_its_ranks_are_one_job_and_another_job_is_not_named_with_
         12: 10,
         20: 20,
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "is_listed"),
+    [
+        (["bash", "runs/supervise.sh", "scripts.base_train", "--depth=20"], True),
+        (["bash", "/repo/runs/train_with_fineweb.sh"], True),
+        (["/bin/bash", "./speedrun_npu.sh", "--data", "tinyworld"], True),
+        (["python", "-m", "runs.miniseries", "--quick"], True),
+        (["vim", "runs/supervise.sh"], False),
+        (["less", "speedrun.sh"], False),
+    ],
+)
+def test_a_script_that_would_go_on_is_part_of_the_job(words: list[str], is_listed: bool) -> None:
+    assert bool(processes.TRAINING.search("".join(f"{word}\0" for word in words))) == is_listed
+
+
+def test_ctrl_d_at_the_question_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert check_npu.ask_for_pids(False) == []
+    monkeypatch.setattr(sys, "stdin", io.StringIO("12 none 34\n"))
+    assert check_npu.ask_for_pids(True) == [12, 34]
 
 
 def test_where_all_work_as_root_the_login_tells_whose_process_it_is(tmp_path: Path) -> None:

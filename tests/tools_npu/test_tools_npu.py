@@ -1,13 +1,15 @@
 """tools_npu: which versions fit, what is read from a host and from npu-smi's tables, which variables are harmful."""
 
 import ast
+import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.support.ascend_hosts import make_host
-from tools_npu import environment, host, versions
+from tools_npu import environment, host, host_checks, setup, versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -102,6 +104,34 @@ def test_a_user_must_be_root_or_in_the_group_if_it_exists(tmp_path: Path) -> Non
     assert not host.may_use_devices(env, 1000, [1000])
     (made.root / "etc/group").write_text("root:x:0:\n")
     assert host.may_use_devices(env, 1000, [1000]), "without the group every user passes"
+
+
+def test_a_cann_of_another_user_is_named_and_a_closed_driver_or_base_folder_is_no_crash() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)  # pytest's own folders are closed to other users
+        made = make_host(Path(folder) / "host", layout="ascend-toolkit")
+        env = {"ASCEND_ROOT_PREFIX": str(made.root), "HOME": folder}
+        closed = (made.set_env.parent, made.root / "usr/local/Ascend/driver")
+        for path in closed:
+            path.chmod(0)
+        is_root = os.geteuid() == 0
+        try:
+            if is_root:
+                os.seteuid(65534)
+            inventory = setup.take_inventory(env)
+            assert (inventory.cann, inventory.driver) == (None, None)
+            with pytest.raises(setup.Refusal, match=f"may not read {closed[0]}: .* with --install-for-all"):
+                setup.choose_pair(inventory, "", env)
+            told = {line.name: line for line in host_checks.driver_and_cann(inventory, env)}
+            assert str(closed[0]) in told["cann"].english and "~/Ascend" in told["cann"].remedy_in("zh")
+            assert list(host_checks.limits(closed[0] / "nanochat/base"))
+            env["ASCEND_HOME_PATH"] = str(made.home)
+            assert host.closed_cann(env) == str(made.home)
+        finally:
+            if is_root:
+                os.seteuid(0)
+            for path in closed:
+                path.chmod(0o755)
 
 
 @pytest.mark.parametrize(
@@ -266,6 +296,16 @@ def test_npu_smi_that_fails_says_why(tmp_path: Path, stub: str | None, why: str)
         (tmp_path / "npu-smi").chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "ASCEND_ROOT_PREFIX": str(tmp_path / "none")}
     assert host.run_smi(["info"], env)[1] == why
+
+
+def test_npu_smi_finds_the_libraries_of_the_driver(tmp_path: Path) -> None:
+    """In a container, nothing but the user's LD_LIBRARY_PATH names them."""
+    made = make_host(tmp_path / "host")
+    (tmp_path / "npu-smi").write_text('#!/bin/bash\necho "$LD_LIBRARY_PATH"\n')
+    (tmp_path / "npu-smi").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "ASCEND_ROOT_PREFIX": str(made.root), "LD_LIBRARY_PATH": "/mine"}
+    driver = made.root / "usr/local/Ascend/driver/lib64"
+    assert host.run_smi(["info"], env)[0] == f"{driver}/common:{driver}/driver:{driver}:/mine\n"
 
 
 def test_an_npu_smi_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

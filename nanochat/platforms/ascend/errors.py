@@ -40,10 +40,10 @@ TROUBLES = (
     ),
     (
         r"SetPrecisionMode|\b500001\b",
-        "CANN could not initialise its compiler. Before CANN 9.0 that is what numpy 2 does: bash setup_ascend.sh installs "
-        "the numpy that fits this CANN. If numpy is 1.26 already, a Python package or the operator package is missing: "
-        "python check_npu.py",
-        "CANN 的编译器初始化失败。CANN 9.0 之前的版本遇到 numpy 2 就会这样：bash setup_ascend.sh 会装上配套的 numpy。"
+        "CANN could not initialise its compiler. Before CANN 9.0 that is what numpy 2 does: bash setup_ascend.sh --fix "
+        "installs the numpy that fits this CANN. If numpy is 1.26 already, a Python package or the operator package is "
+        "missing: python check_npu.py",
+        "CANN 的编译器初始化失败。CANN 9.0 之前的版本遇到 numpy 2 就会这样：bash setup_ascend.sh --fix 会装上配套的 numpy。"
         "如果 numpy 已经是 1.26，那就是缺少 Python 包或算子包：python check_npu.py",
     ),
     (
