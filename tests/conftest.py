@@ -1,7 +1,9 @@
 """Every test gets a base folder of its own, and in CI nothing that matters may be skipped."""
 
+import functools
 import os
 import signal
+import ssl
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -20,6 +22,9 @@ os.environ.setdefault("NANOCHAT_PEAK_TFLOPS", "1")  # measured, it would take ha
 os.environ["LC_ALL"] = "C.UTF-8"  # tests read the English messages
 # What tests compile is compiled once, and not into the user's own cache.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/nanochat-tests-{os.getuid()}")
+
+# Each call of httpx.get() and its like would read some 140 certificates, which takes ten times as long as the request.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 # A shell starts background jobs with Ctrl-C ignored, which children would inherit: the tests that press it would hang.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -83,8 +83,16 @@ def _compile(folder: Path, made: Path) -> None:
         if value := getattr(torch._C, f"_PYBIND11_{name}", None):
             flags.append(f'-DPYBIND11_{name}="{value}"')
 
+    targets = {source: folder.parent / "objects" / f"{source.stem}-{_fingerprint([source])}.o" for source in _files()}
+    common = folder / "common.h"
+    if sum(not target.exists() for target in targets.values()) > 3:  # most of a file's time is spent on torch's headers
+        common.write_text("#include <npu.h>\n#include <torch/library.h>\n", encoding="utf-8")
+        flags.append(f"-I{SOURCES}")
+        _call([_compiler(), *flags, "-x", "c++-header", str(common), "-o", f"{common}.gch"])
+        flags += ["-include", str(common)]
+
     def compile_one(source: Path) -> Path:
-        target = folder.parent / "objects" / f"{source.stem}-{_fingerprint([source])}.o"
+        target = targets[source]
         if not target.exists():
             target.parent.mkdir(exist_ok=True)
             unfinished = target.with_suffix(f".{os.getpid()}")
@@ -94,7 +102,8 @@ def _compile(folder: Path, made: Path) -> None:
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(cores) as pool:
-        objects = list(pool.map(compile_one, _files()))
+        objects = list(pool.map(compile_one, targets))
+    Path(f"{common}.gch").unlink(missing_ok=True)  # 400 MB
     libraries = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10", f"-Wl,-rpath,{home / 'lib'}"]
     unfinished = made.with_suffix(".unfinished")
     _call([_compiler(), "-shared", "-o", str(unfinished), *map(str, objects), *libraries])

@@ -14,6 +14,7 @@ from scripts import base_eval, base_loss, chat_cli, chat_eval
 from tests.emulated_npu import worker
 from tests.scripts.test_ranks import STEPS
 from tests.scripts.test_ranks import alone as alone  # a fixture: the same few steps in one process on the CPU
+from tests.support.forks import forks
 from tests.support.small_world import run_stage, shrink, stage_folder, up_to, words
 from tests.support.tiny_model import on_cpu
 
@@ -61,7 +62,7 @@ def test_a_stage_learns_on_two_npus_what_it_learns_on_the_cpu(stage: str, alone:
 def run(command: list[str], environment: dict[str, str]) -> str:
     """Run a script and return its output. If the script fails, the test fails."""
     environment = {"NANOCHAT_DTYPE": "float32", "OMP_NUM_THREADS": "1", **environment}
-    code, said, errors = worker.forks().run(command, ROOT, environment)
+    code, said, errors = forks().run(command, ROOT, environment)
     assert code == 0, said[-2000:] + errors[-4000:]
     return said
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.forks import Forks
+from tests.support.forks import forks
 
 from . import build, host
 
@@ -148,14 +148,6 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, chip: s
         said = [path.read_text() for path in sorted([*folder.glob("*.error"), *folder.glob("outputs-*/err")])]
         assert not any(codes.values()), "\n".join([f"exit codes {codes}", *said])
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
-
-
-@functools.lru_cache
-def forks() -> Forks:
-    """One process for all tests, whose forks are ranks, or scripts on a host of npu_environment()."""
-    started = Forks().__enter__()
-    atexit.register(started.__exit__)
-    return started
 
 
 def _rank(folder: Path, port: int) -> None:

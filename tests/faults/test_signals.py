@@ -88,23 +88,19 @@ def one_whole_step(run: Launch) -> int:
     return step
 
 
-@pytest.mark.parametrize("whom", ["the launcher", "rank 1"])
-def test_sigterm_saves_on_every_rank(base_folder: Path, whom: str) -> None:
-    """T10. Injects: SIGTERM to the launcher of two ranks, or to one rank, in the middle of training. Must follow: both
-    ranks save their current step and exit with code 0; no step that was logged is lost.
+def test_sigterm_saves_on_every_rank(base_folder: Path) -> None:
+    """T10. Injects: SIGTERM to the launcher of two ranks in the middle of training. Must follow: both ranks save their
+    current step and exit with code 0; no step that was logged is lost.
 
-    注入：训练途中向两个进程的启动器，或者其中一个进程发送 SIGTERM。必须：两个进程都保存当前这一步并以 0 退出；
-    已记录的步一步也不丢。
+    注入：训练途中向两个进程的启动器发送 SIGTERM。必须：两个进程都保存当前这一步并以 0 退出；已记录的步一步也不丢。
     """
     run = launch(base_folder)
     run.until(run.training)
-    os.kill(run.process.pid if whom == "the launcher" else run.pid(1), signal.SIGTERM)
+    os.kill(run.process.pid, signal.SIGTERM)
     said = run.end()
     assert run.codes() == ["0", "0"], said
     assert f"saved step {one_whole_step(run)} and stopping" in said
     assert read_metrics(run.saved)[-1]["step"] == one_whole_step(run)
-    if whom == "rank 1":
-        assert run.process.returncode == 0  # of the launcher: its own code after a signal is another
 
 
 def test_sigterm_in_an_evaluation_saves_on_every_rank(base_folder: Path) -> None:
@@ -127,19 +123,16 @@ def test_sigterm_in_an_evaluation_saves_on_every_rank(base_folder: Path) -> None
     assert [line["step"] for line in lines if "val_bpb" in line] == [4, 8]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_dead_rank_ends_the_others_by_name(base_folder: Path, rank: int) -> None:
+def test_a_dead_rank_ends_the_others_by_name(base_folder: Path) -> None:
     """T11. Injects: kill -9 of one rank of two. Must follow: the other rank and the launcher exit by themselves, and
     name the dead rank and the step; the newest save is complete.
 
     注入：kill -9 两个进程之一。必须：另一个进程和启动器自行结束，并指出死掉的进程和所在的步；最新的保存完整。
     """
-    run = launch(base_folder, f"kill {rank} 7", save_every=5, launcher=OURS if rank else "torch.distributed.run")
+    run = launch(base_folder, "kill 0 7", save_every=5)
     said = run.end()
     assert run.process.returncode not in (0, None)
-    assert f"error: rank {rank} is gone in step 7, last heard of at " in said, said
-    if rank:
-        assert re.match(r"error: rank 1 .*was killed \(SIGKILL\)", said.splitlines()[-1], re.I), said
+    assert "error: rank 0 is gone in step 7, last heard of at " in said, said
     assert one_whole_step(run) == 5
 
 
@@ -150,7 +143,7 @@ def test_a_hung_rank_ends_the_others_by_name(base_folder: Path) -> None:
     注入：两个进程之一在第 7 步永远等待。必须：在 --hang_seconds 之内，两个进程和启动器自行结束，
     并指出卡住的进程、所在的步和代码行；最新的保存完整。
     """
-    run = launch(base_folder, "hang 1 7", save_every=5, hang_seconds=20, launcher=OURS)
+    run = launch(base_folder, "hang 1 7", save_every=5, hang_seconds=10, launcher=OURS)
     said = run.end()
     assert run.process.returncode not in (0, None)
     assert said.splitlines()[-1].startswith("error: rank 1 hangs in step 7, at launched.py:"), said
@@ -159,14 +152,18 @@ def test_a_hung_rank_ends_the_others_by_name(base_folder: Path) -> None:
 
 def test_a_run_that_lost_a_rank_is_started_again(base_folder: Path, tmp_path: Path, pool: Pool) -> None:
     """T11. Injects: kill -9 of one rank of two under runs/supervise.sh, which saves every 5 of 20 steps. Must follow:
-    the script restarts the run with a fresh rendezvous, and the result is the same as without the fault, bit for bit.
+    the script names the dead rank, the step and the signal, and restarts the run with a fresh rendezvous; the result is
+    the same as without the fault, bit for bit.
 
-    注入：在 runs/supervise.sh 之下 kill -9 两个进程之一，20 步中每 5 步保存一次。必须：它以新的会合点重新启动，
-    最终结果与没有故障的训练逐位相同。
+    注入：在 runs/supervise.sh 之下 kill -9 两个进程之一，20 步中每 5 步保存一次。必须：它指出死掉的进程、所在的步和信号，
+    并以新的会合点重新启动；最终结果与没有故障的训练逐位相同。
     """
-    run = launch(base_folder, "kill 1 13", ["bash", "runs/supervise.sh"], num_iterations=20, save_every=5)
+    supervised = ["bash", "runs/supervise.sh"]
+    run = launch(base_folder, "kill 1 13", supervised, launcher=OURS, num_iterations=20, save_every=5)
     said = run.end()
     assert run.process.returncode == 0, said
+    named = r"^error: rank 1 is gone in step 13, last heard of at .*Rank 1 was killed \(SIGKILL\)"
+    assert re.search(named, said, re.M), said
     assert "supervise: start 1 ended with code 1" in said and "resuming from step 10 of" in said, said
     other = corpus(tmp_path / "straight")
     pool.run(2, base_stage, {"eval_every": 0}, NANOCHAT_BASE_DIR=str(other))

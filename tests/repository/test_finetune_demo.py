@@ -26,8 +26,8 @@ esac
 """
 
 
-def demo(folder: Path, *flags: str, typed_in: str = "clone") -> str:
-    """Type the command in a copy of the tree or in another folder, and return what it prints."""
+def demo(folder: Path, *flags: str, typed_in: str) -> str:
+    """Type the command of a copy of the tree in another folder, and return what it prints."""
     clone = folder / "clone"
     if not clone.exists():
         (clone / "runs").mkdir(parents=True)
@@ -57,38 +57,26 @@ def demo(folder: Path, *flags: str, typed_in: str = "clone") -> str:
 
 
 def test_the_demo_shows_answers_before_and_after_and_does_nothing_twice(tmp_path: Path) -> None:
-    (tmp_path / "tiny").mkdir()
-    write_folder(tmp_path / "tiny", "qwen3")
-    flags = ("--model", str(tmp_path / "tiny"), "--num_iterations=2", "--replay_every=0", "--no_compile")
-    first = demo(tmp_path, *flags)
-    tiny = str(tmp_path / "tiny")
+    """And a second model of the same name, in another folder, gets its own answers and its own tag."""
+    for name in ("one", "two"):
+        (tmp_path / name / "tiny").mkdir(parents=True)
+        write_folder(tmp_path / name / "tiny", "qwen3")
+    flags = ("--num_iterations=2", "--replay_every=0", "--no_compile")
+    first = demo(tmp_path, "--model", "./tiny", *flags, typed_in="one")
+    tiny = f"{tmp_path}/one/./tiny"
     assert first.count(f"> What is your name?\n--model {tiny}\n") == 2  # as it answers, and in the list
     assert first.count("> What is your name?\n-i tune\n") == 1
     assert "the perplexity of general text was" in first and "scripts.chat_cli -i tune -g lighthouse" in first
     steps = tmp_path / "base" / "tuned_checkpoints" / "lighthouse"
     saved = {path: path.stat().st_mtime_ns for path in steps.rglob("*.safetensors")}
     assert saved
-    again = demo(tmp_path, *flags)
+    again = demo(tmp_path, "--model", "./tiny", *flags, typed_in="one")
     assert {path: path.stat().st_mtime_ns for path in steps.rglob("*.safetensors")} == saved
     assert first[first.index("== after") :] == again[again.index("== after") :]
-
-
-def test_without_validations_the_demo_says_only_what_was_learned(tmp_path: Path) -> None:
-    (tmp_path / "tiny").mkdir()
-    write_folder(tmp_path / "tiny", "qwen3")
-    flags = ("--num_iterations=2", "--replay_every=0", "--eval_every=0", "--no_compile")
-    said = demo(tmp_path, "--model", str(tmp_path / "tiny"), *flags)
-    assert "learned: the loss of its answers fell from" in said and "forgotten" not in said
-
-
-def test_a_second_model_of_the_same_name_gets_its_own_answers_and_its_own_tag(tmp_path: Path) -> None:
-    flags = ("--num_iterations=2", "--replay_every=0", "--eval_every=0", "--no_compile")
-    for name in ("one", "two"):
-        (tmp_path / name / "tiny").mkdir(parents=True)
-        write_folder(tmp_path / name / "tiny", "qwen3")
-    demo(tmp_path, "--model", "./tiny", *flags, typed_in="one")
-    said = demo(tmp_path, "--model=./tiny", "--out_tag", "keeper", *flags, typed_in="two")
+    # without validations it says only what was learned
+    said = demo(tmp_path, "--model=./tiny", "--out_tag", "keeper", "--eval_every=0", *flags, typed_in="two")
     assert said.count(f"> What is your name?\n--model {tmp_path}/two/./tiny\n") == 2
+    assert "learned: the loss of its answers fell from" in said and "forgotten" not in said
     assert "scripts.chat_cli -i tune -g keeper" in said and "lighthouse" not in said
     assert {path.name for path in (tmp_path / "base" / "tuned_checkpoints").iterdir()} == {"lighthouse", "keeper"}
 

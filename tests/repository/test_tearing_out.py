@@ -3,13 +3,12 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.repository.test_docs import ROOT
-from tests.support.forks import Forks
+from tests.support.forks import forks
 
 # Each appendix: its folders and files below nanochat/, and what stays of them.
 APPENDICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -87,52 +86,44 @@ def copy_without(appendix: str, folder: Path) -> Path:
     return tree
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks() as forks:
-        yield forks
-
-
-def run(forks: Forks, tree: Path, base: Path, *commands: list[str]) -> None:
+def run(tree: Path, base: Path, *commands: list[str]) -> None:
     """Run commands of a tree, which must succeed."""
     settings = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "NANOCHAT_DTYPE": "float32",
                 "NANOCHAT_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}  # fmt: skip
     for words in commands:
-        code, _, err = forks.run(words, tree, settings)
+        code, _, err = forks().run(words, tree, settings)
         assert code == 0, err[-3000:]
 
 
-def losses(forks: Forks, tree: Path, base: Path) -> list[float]:
+def losses(tree: Path, base: Path) -> list[float]:
     """Train a tiny model in a tree, and ask it a question."""
-    run(forks, tree, base, TRAIN, CHAT)
+    run(tree, base, TRAIN, CHAT)
     metrics = base / "base_checkpoints" / "d2" / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
 
 
 @pytest.fixture(scope="module")
-def corpus(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base folder with a corpus and a tokenizer."""
     base = tmp_path_factory.mktemp("base")
     tokenizer = ["scripts.tok_train", "--data=tinyworld", "--vocab_size=512", "--max_chars=1000000"]
-    run(forks, ROOT, base, ["nanochat.dataset", "--data=tinyworld"], tokenizer)
+    run(ROOT, base, ["nanochat.dataset", "--data=tinyworld"], tokenizer)
     return base
 
 
 @pytest.fixture(scope="module")
-def whole(forks: Forks, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """What the whole tree gives."""
     folder = tmp_path_factory.mktemp("whole")
     shutil.copytree(corpus, folder / "base")
-    of_whole = losses(forks, copy_without("", folder), folder / "base")
+    of_whole = losses(copy_without("", folder), folder / "base")
     assert len(of_whole) >= STEPS
     return of_whole
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("appendix", APPENDICES)
-def test_an_appendix_may_be_torn_out(
-    appendix: str, forks: Forks, corpus: Path, whole: list[float], tmp_path: Path
-) -> None:
+def test_an_appendix_may_be_torn_out(appendix: str, corpus: Path, whole: list[float], tmp_path: Path) -> None:
     shutil.copytree(corpus, tmp_path / "home")
-    assert losses(forks, copy_without(appendix, tmp_path), tmp_path / "home") == whole
+    assert losses(copy_without(appendix, tmp_path), tmp_path / "home") == whole

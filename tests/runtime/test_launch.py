@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from nanochat.runtime.launch import reason
+from tests.support.forks import forks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TORCHRUN = ("torch.distributed.run", "--standalone")
@@ -22,15 +22,14 @@ REFUSED = "error: depth must be a multiple of 3, got 4; write --depth=3"
 pytestmark = pytest.mark.ranks
 
 
-def start(launcher: tuple[str, ...], *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *launcher, "--nproc_per_node=2", *words]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-                          capture_output=True, text=True, timeout=300)  # fmt: skip
+def start(launcher: tuple[str, ...], *words: str, **environment: str) -> tuple[int, str, str]:
+    """The exit code of a launcher with two ranks, and what was printed to standard output and to standard error."""
+    return forks().run([*launcher, "--nproc_per_node=2", *words], ROOT, {**os.environ, **environment})
 
 
 def fail(launcher: tuple[str, ...], fault: str, *flags: str, **environment: str) -> tuple[int, list[str]]:
-    done = start(launcher, "-m", "tests.support.failing", "--", *flags, FAULT=fault, **environment)
-    return done.returncode, done.stderr.splitlines()
+    code, _, errors = start(launcher, "-m", "tests.support.failing", "--", *flags, FAULT=fault, **environment)
+    return code, errors.splitlines()
 
 
 def test_the_last_line_names_the_rank_and_its_reason() -> None:
@@ -49,7 +48,7 @@ def test_the_reason_is_printed_once_by_the_outermost_caller(script: bool, tmp_pa
 
 
 def test_the_launcher_leaves_the_reason_of_a_rank_that_was_killed(tmp_path: Path) -> None:
-    """Without a caller it is the last line, as of any other reason (T11 in tests/faults/test_signals.py)."""
+    """Without a caller it is the last line, as any other reason is."""
     note = tmp_path / "reason"
     code, _ = fail(OURS, "kill 1", NANOCHAT_REASON_FILE=str(note))
     assert code == 128 + signal.SIGKILL
@@ -125,16 +124,16 @@ assert not dist.is_initialized()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ranks_of_one_host_meet_and_listen_to_nothing_outside_the_host(tmp_path: Path) -> None:
+def test_ranks_of_one_host_meet_and_listen_to_nothing_outside_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "listening.py"
     script.write_text(LISTENING)
-    environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
-    environment |= {"PYTHONPATH": str(ROOT), "NANOCHAT_DTYPE": "float32"}
-    command = [sys.executable, "-m", *OURS, "--nproc_per_node=2", str(script)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert set(re.findall(r"listens on (\w+)", done.stdout)) == {"0100007F"}, done.stdout
-    assert done.stdout.count("2 ranks over gloo") == 1
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    code, said, errors = start(OURS, str(script), PYTHONPATH=str(ROOT), NANOCHAT_DTYPE="float32")
+    assert code == 0, errors
+    assert set(re.findall(r"listens on (\w+)", said)) == {"0100007F"}, said
+    assert said.count("2 ranks over gloo") == 1
 
 
 def test_a_port_in_use_is_named_with_a_free_one() -> None:
@@ -143,9 +142,9 @@ def test_a_port_in_use_is_named_with_a_free_one() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         hosts = ["--nnodes=2", "--node_rank=0", "--master_addr=127.0.0.1", f"--master_port={port}"]
-        done = start(OURS, *hosts, "-m", "tests.support.failing", FAULT="refuse all")
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1
+        code, lines = fail((*OURS, *hosts), "refuse all")
+    last = lines[-1]
+    assert code == 1
     assert last.startswith(f"error: MASTER_PORT={port} is taken by another process on this host; start again with a ")
     assert last.endswith("(launcher of host 0)")
 
@@ -153,6 +152,6 @@ def test_a_port_in_use_is_named_with_a_free_one() -> None:
 def test_a_launcher_that_is_stopped_prints_only_the_reason(tmp_path: Path) -> None:
     script = tmp_path / "stops.py"
     script.write_text("import os, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)\n")
-    done = start(OURS, "--nproc_per_node=1", str(script))
-    assert done.returncode == 128 + signal.SIGTERM
-    assert done.stderr.splitlines() == ["stopped by SIGTERM; the same command, without --resume, resumes"]
+    code, _, errors = start(OURS, "--nproc_per_node=1", str(script))
+    assert code == 128 + signal.SIGTERM
+    assert errors.splitlines() == ["stopped by SIGTERM; the same command, without --resume, resumes"]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.repository.test_docs import ROOT
 from tests.support.english_lines import english_lines
-from tests.support.forks import Forks
+from tests.support.forks import forks
 from tests.support.qwens import write_folder
 
 FINETUNE = ("scripts.finetune", "--max_length=48", "--target_examples_per_step=4", "--num_iterations=4",
@@ -20,7 +20,7 @@ CHAT = ("scripts.chat_cli", "-i", "tune", "-g", "made")
 CALL = re.compile(r"^\[.*?( = .*?| \.\.\.)\]$", re.DOTALL | re.MULTILINE)
 
 
-def printed(forks: Forks, folder: Path, *words: str, fails: bool = False, typed: str = "") -> tuple[str, str]:
+def printed(folder: Path, *words: str, fails: bool = False, typed: str = "") -> tuple[str, str]:
     """What a script prints to standard output and to standard error."""
     variables = {
         **os.environ,
@@ -28,7 +28,7 @@ def printed(forks: Forks, folder: Path, *words: str, fails: bool = False, typed:
         "NANOCHAT_BASE_DIR": str(folder / "base"),
         "PYTHONPATH": str(ROOT),
     }
-    code, out, err = forks.run(list(words), folder, variables, typed)
+    code, out, err = forks().run(list(words), folder, variables, typed)
     assert bool(code) == fails and "Traceback" not in err, err
     return out, err
 
@@ -52,15 +52,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.smoke
 def test_a_fine_tuning_a_chat_and_three_faults_are_in_chinese(folder: Path) -> None:
-    with Forks() as forks:
-        texts = [
-            *printed(forks, folder, *FINETUNE, "--model=model", "--data=chats.jsonl"),
-            # standard output has only the model's own words, and the notes have its calculator call
-            CALL.sub("", printed(forks, folder, *CHAT, typed="the cat\n/help\n/save\n")[1]),
-            *printed(forks, folder, *FINETUNE, "--modle=model", fails=True),
-            *printed(forks, folder, *FINETUNE, "--model=absent", "--data=chats.jsonl", fails=True),
-            *printed(forks, folder, *FINETUNE, "--model=model", "--data=bad.jsonl", "--resume=none", fails=True),
-        ]
+    texts = [
+        *printed(folder, *FINETUNE, "--model=model", "--data=chats.jsonl"),
+        # standard output has only the model's own words, and the notes have its calculator call
+        CALL.sub("", printed(folder, *CHAT, typed="the cat\n/help\n/save\n")[1]),
+        *printed(folder, *FINETUNE, "--modle=model", fails=True),
+        *printed(folder, *FINETUNE, "--model=absent", "--data=chats.jsonl", fails=True),
+        *printed(folder, *FINETUNE, "--model=model", "--data=bad.jsonl", "--resume=none", fails=True),
+    ]
     lines = [line for text in texts for line in english_lines(text)]
     assert not lines, "\n".join(lines)
 

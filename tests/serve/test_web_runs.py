@@ -53,28 +53,34 @@ def tick(page: Page, name: str) -> None:
 # --- live ----------------------------------------------------------------------------------------
 
 
+def look(page: Page) -> None:
+    """Let the page look at once, as after a change of tabs."""
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+
+
 def test_a_training_is_seen_from_its_first_step_to_its_end(browser, base_folder):
     with watching(browser, base_folder) as page:
         expect(page.get_by_role("heading", name="No run yet")).to_be_visible()
         stage = begun(12, save_seconds=0)
         row = page.locator("#rows tr")
-        page.evaluate(
-            "document.dispatchEvent(new Event('visibilitychange'))"
-        )  # looks at once, as after a change of tabs
+        look(page)
         expect(row.locator(".state")).to_have_text("running")
         expect(row.locator(".far")).to_have_text("getting ready")
         go(stage, 3, every=5)
+        look(page)
         expect(row.locator(".far")).to_contain_text("step 3 of 12 · ")
         expect(row.get_by_role("progressbar")).to_have_js_property("value", 3)
         expect(chart(page, "Loss").locator(".curve")).to_have_count(2)  # as measured, and smooth
         expect(page).to_have_title(re.compile("^25 % Training runs"))
         before = chart(page, "Loss").locator(".curve").last.get_attribute("d")
         go(stage, 4, every=5)
+        look(page)
         expect(row.locator(".far")).to_contain_text("step 7 of 12 · ")
         assert chart(page, "Loss").locator(".curve").last.get_attribute("d") != before
         for title in ("Tokens per second", "MFU in percent", "Peak memory in GB", "Accuracy on held-out problems"):
             expect(chart(page, title).locator(".value")).to_have_text(re.compile(r"\d"))
         go(stage, every=5)
+        look(page)
         expect(row.locator(".state")).to_have_text("finished")
         expect(row.locator(".far")).to_have_text("step 12 of 12")
         expect(page.locator("#told")).to_have_text("d2 · pretraining has finished.")

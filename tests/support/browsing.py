@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from nanochat.data.conversation import Part
+from tests.support.fake_engine import eventually
 
 expect.set_options(timeout=30_000)  # long enough for a busy machine
 
@@ -80,10 +81,7 @@ def finished(page: Page) -> None:
 
 
 def wait_until_free(url: str, slots: int) -> None:
-    for _ in range(3000):
-        if httpx.get(f"{url}/health").json()["free_slots"] == slots:
-            return
-    raise AssertionError("the slots did not become free")
+    eventually(lambda: httpx.get(f"{url}/health").json()["free_slots"] == slots)
 
 
 def say_hello(page: Page, times: int) -> None:

@@ -7,7 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
+
+import uvicorn.server
 
 from nanochat.data.conversation import Conversation, Part
 from nanochat.engine import Event
@@ -19,6 +22,11 @@ from nanochat.serve.server import Settings
 from nanochat.tokenizer import ROLES, Rendered
 
 CHAT = "/v1/chat/completions"
+
+# Ten times a second uvicorn looks whether it should end, and for as long it waits for its connections: of the hundreds of
+# servers that tests start, each takes a tenth of that time to end.
+_quick = SimpleNamespace(**{**vars(asyncio), "sleep": lambda seconds: asyncio.sleep(seconds / 10)})
+uvicorn.server.asyncio = _quick  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -254,3 +262,4 @@ def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, "the condition did not become true within 30 seconds"
+        time.sleep(0.005)  # without it, the other thread would wait for this one

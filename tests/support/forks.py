@@ -1,11 +1,12 @@
 """Runs `python -m` commands in forks of a process that has imported torch: its import takes seconds of each process.
 
-    with Forks() as forks:
-        code, out, err = forks.run(["scripts.base_train", "--depth=2"], folder, variables)
+    code, out, err = forks().run(["scripts.base_train", "--depth=2"], folder, variables)
 
 The process has imported nothing of this project, so `folder` decides whose code runs.
 """
 
+import atexit
+import functools
 import json
 import os
 import runpy
@@ -18,16 +19,13 @@ from typing import Any
 
 
 class Forks:
-    """The process that forks; a context manager."""
+    """The process that forks."""
 
-    def __enter__(self) -> "Forks":
+    def __init__(self) -> None:
         command = [sys.executable, str(Path(__file__).resolve())]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, cwd=tempfile.gettempdir(), **pipes)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate()
+        atexit.register(self._process.communicate)
 
     def run(self, words: list[str], folder: Path, variables: dict[str, str], typed: str = "") -> tuple[int, str, str]:
         """Run a module with its arguments, all the environment given, and `typed` as standard input.
@@ -55,6 +53,12 @@ class Forks:
         assert self._process.stdin and self._process.stdout
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return self._process.stdout.readline().strip()
+
+
+@functools.lru_cache
+def forks() -> Forks:
+    """One process for all tests of a process."""
+    return Forks()
 
 
 def run_module(words: list[str], folder: str, variables: dict[str, str], outputs: str) -> int:

@@ -19,6 +19,9 @@ sys.path[:0] = [str(ROOT)]
 
 from nanochat.evals import loss as loss_eval  # noqa: E402 - after the path is known
 from nanochat.run import Run  # noqa: E402
+from nanochat.runtime import watch  # noqa: E402
+
+watch.CONFIRM_SECONDS = 1.5  # of two ranks, the one that asks has no other to mistake for the dead one
 
 
 def inject(folder: Path, rank: int) -> None:
