@@ -64,24 +64,16 @@ class Rates:
     weight_decay: float = 0.28
     """weight decay of the matrices inside layers, before it is scaled to the length of the run"""
 
-    def for_run(
-        self,
-        tokens_per_step: int,
-        steps: int,
-        scaling_parameters: int,
-        target_param_data_ratio: float,
-    ) -> "Rates":
+    def for_run(self, tokens_per_step: int, steps: int, target_param_data_ratio: float) -> "Rates":
         """Return the rates and the weight decay for pretraining.
 
         The caller applies schedule.rate_scale() to all rates.
         """
-        tokens = steps * tokens_per_step
         decay = schedule.weight_decay(
             self.weight_decay,
             tokens_per_step,
-            tokens,
+            steps * tokens_per_step,
             target_param_data_ratio * schedule.REFERENCE_SCALING_PARAMETERS,
-            schedule.is_short(tokens, scaling_parameters),
         )
         matrix_lr = self.matrix_lr
         if self.matrix_optimizer == "muon":

@@ -105,12 +105,7 @@ def train(cfg: Config, compute: Compute) -> None:
     model.init_weights(cfg.run.seed)
     optimizers = set_up(
         model,
-        cfg.rates.for_run(
-            batch.tokens_per_step,
-            steps,
-            size.scaling_parameters,
-            cfg.schedule.target_param_data_ratio,
-        ),
+        cfg.rates.for_run(batch.tokens_per_step, steps, cfg.schedule.target_param_data_ratio),
         schedule.rate_scale(batch.tokens_per_step),
         folder.path,
         cfg.run,

@@ -83,19 +83,15 @@ def test_rates_and_scale_reach_their_roles() -> None:
 def test_large_and_long_runs_keep_upstreams_rates() -> None:
     """The run has the batch and the horizon of the reference: 12 tokens for each of its parameters."""
     reference = 12 * schedule.REFERENCE_SCALING_PARAMETERS
-    assert Rates().for_run(2**19, round(reference / 2**19), schedule.REFERENCE_SCALING_PARAMETERS, 12) == Rates(
-        weight_decay=pytest.approx(0.28, rel=1e-3)
-    )
+    assert Rates().for_run(2**19, round(reference / 2**19), 12) == Rates(weight_decay=pytest.approx(0.28, rel=1e-3))
     assert schedule.table_momentum(round(reference / 2**19)) == 0.8
 
 
 def test_a_short_run_of_small_batches_has_rates_of_its_own() -> None:
-    short = Rates().for_run(4096, 200, 10**6, 12)
-    assert short.weight_decay == pytest.approx(0.28 * 2 / 3)
-    assert Rates().for_run(4096, 200, 10**5, 12).weight_decay == 0.56  # 8 tokens per parameter
+    short = Rates().for_run(4096, 200, 12)
     assert (short.matrix_lr, short.embedding_lr, short.unembedding_lr) == (0.04, 0.3, 0.008)
     assert short.scalar_lr == pytest.approx(0.5 * (4096 / 2**19) ** 0.5)
-    assert Rates(matrix_optimizer="adamw").for_run(4096, 200, 10**6, 12).matrix_lr == 0.02  # fitted by itself
+    assert Rates(matrix_optimizer="adamw").for_run(4096, 200, 12).matrix_lr == 0.02  # fitted by itself
 
 
 def test_only_tables_and_head_take_the_runs_momentum() -> None:
