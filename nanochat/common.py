@@ -34,8 +34,8 @@ CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 DAY_SECONDS = 86_400
-# Errors of file systems that cannot flush a folder, such as CIFS and WSL drives.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Errors of file systems that cannot flush a folder, such as CIFS and WSL drives.
 NO_FOLDER_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS)
 
 
