@@ -28,6 +28,7 @@ ELSEWHERE = {"factor": 2, "predicted": True}  # of the tolerances, on NPUs and G
 SEEDS = (42, 43, 44)  # of the end's mean and deviation, for the smallest golden run
 TINY = ("--depth=2", "--model_dim=64", "--head_dim=32", "--max_seq_len=256")
 SMALL = ("--depth=4", "--model_dim=192", "--head_dim=64", "--max_seq_len=256")
+FACTS = ("--offset_layers=1", "--warmdown_ratio=0", "--weight_decay=0.84")
 
 
 def preset(shape: tuple[str, ...], tokens: int, steps: int, *more: str) -> tuple[str, ...]:
@@ -62,10 +63,8 @@ class Change:
 
 CASES = {
     "smoke": Case(1024, preset(TINY, 2048, 20), steps=20),
-    "speedrun": Case(4096, preset(SMALL, 3072, 250, "--offset_layers=1", "--warmdown_ratio=0")),
-    "speedrun-small": Case(
-        4096, preset(SMALL, 4096, 200, "--offset_layers=1", "--warmdown_ratio=0")
-    ),
+    "speedrun": Case(4096, preset(SMALL, 3072, 250, *FACTS)),
+    "speedrun-small": Case(4096, preset(SMALL, 4096, 200, *FACTS)),
     "d3": Case(4096, rung(3)),
     "d4": Case(4096, rung(4)),
 }

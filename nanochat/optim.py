@@ -64,16 +64,24 @@ class Rates:
     weight_decay: float = 0.28
     """weight decay of the matrices inside layers, before it is scaled to the length of the run"""
 
-    def for_run(self, tokens_per_step: int, steps: int, target_param_data_ratio: float) -> "Rates":
+    def for_run(
+        self,
+        tokens_per_step: int,
+        steps: int,
+        target_param_data_ratio: float,
+        short: bool = False,
+    ) -> "Rates":
         """Return the rates and the weight decay for pretraining.
 
-        The caller applies schedule.rate_scale() to all rates.
+        `short` is whether the weight decay is that of a short run; see schedule.is_short(). The
+        caller applies schedule.rate_scale() to all rates.
         """
         decay = schedule.weight_decay(
             self.weight_decay,
             tokens_per_step,
             steps * tokens_per_step,
             target_param_data_ratio * schedule.REFERENCE_SCALING_PARAMETERS,
+            short,
         )
         matrix_lr = self.matrix_lr
         if self.matrix_optimizer == "muon":

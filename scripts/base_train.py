@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from nanochat import dataloader, schedule
 from nanochat.checkpoint_manager.families import on_meta
+from nanochat.checkpoint_manager.locate import checkpoint_dir
+from nanochat.checkpoint_manager.resume import begun_settings
 from nanochat.common import log
 from nanochat.data.corpora import dropped_summary
 from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
 from nanochat.optim import Rates
-from nanochat.run import Plan, Run, launch, open_folder
+from nanochat.run import Plan, Run, RunFolder, launch, open_folder
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from nanochat.train import sizes, task_scores
 from nanochat.train.fit import probe
@@ -30,6 +32,8 @@ from nanochat.train.flags import (
 from nanochat.train.setup import set_matmul, set_up
 from nanochat.train.validation import Validation, validation_line
 from tasks.needs import warn_of_missing
+
+DECAY_FACT = "short runs decay less"  # a setting of the runs that know short runs
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,8 @@ def train(cfg: Config, compute: Compute) -> None:
     corpus = resolve_data(cfg.data)
     tokenizer = Tokenizer.load(tokenizer_dir(corpus.vocabulary))
     tag = f"d{cfg.shape.depth}" if cfg.model_tag is None else cfg.model_tag
-    folder = open_folder(
-        "base", tag, cfg, cfg.run, compute, corpus=corpus.name, tokenizer=tokenizer.hash[:16]
-    )
+    facts = {"corpus": corpus.name, "tokenizer": tokenizer.hash[:16]}
+    folder = open_run(tag, facts, cfg, compute)
 
     # The model's shape, how a step is split, and how long the run is
     shape = sizes.model_config(
@@ -103,9 +106,14 @@ def train(cfg: Config, compute: Compute) -> None:
     set_matmul(model, cfg.shape.matmul, compute)
     model.to_empty(device=compute.device)
     model.init_weights(cfg.run.seed)
+    is_short = DECAY_FACT in folder.settings.values and schedule.is_short(
+        steps * batch.tokens_per_step, size.scaling_parameters
+    )
     optimizers = set_up(
         model,
-        cfg.rates.for_run(batch.tokens_per_step, steps, cfg.schedule.target_param_data_ratio),
+        cfg.rates.for_run(
+            batch.tokens_per_step, steps, cfg.schedule.target_param_data_ratio, is_short
+        ),
         schedule.rate_scale(batch.tokens_per_step),
         folder.path,
         cfg.run,
@@ -148,6 +156,17 @@ def train(cfg: Config, compute: Compute) -> None:
                     (loss * update.factor).backward()
                 outcome = update.step()
             run.finish(outcome, lrm)
+
+
+def open_run(tag: str, facts: dict[str, str], cfg: Config, compute: Compute) -> RunFolder:
+    """Return the folder of the run, after checking that it can be used; see open_folder().
+
+    A run that was begun without the rule for the weight decay of short runs goes on without it.
+    """
+    begun = begun_settings(checkpoint_dir("base", tag), cfg.run.resume, compute)
+    if not begun or DECAY_FACT in begun:
+        facts = {**facts, DECAY_FACT: "yes"}
+    return open_folder("base", tag, cfg, cfg.run, compute, **facts)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,9 @@ def test_large_and_long_runs_keep_upstreams_rates() -> None:
 
 
 def test_a_short_run_of_small_batches_has_rates_of_its_own() -> None:
-    short = Rates().for_run(4096, 200, 12)
+    short = Rates().for_run(4096, 200, 12, short=True)
+    assert short.weight_decay == pytest.approx(0.28 * 2 / 3)
+    assert Rates().for_run(4096, 200, 12).weight_decay == 0.56
     assert (short.matrix_lr, short.embedding_lr, short.unembedding_lr) == (0.04, 0.3, 0.008)
     assert short.scalar_lr == pytest.approx(0.5 * (4096 / 2**19) ** 0.5)
     assert Rates(matrix_optimizer="adamw").for_run(4096, 200, 12).matrix_lr == 0.02  # fitted by itself

@@ -74,6 +74,12 @@ def test_decay_keeps_its_share_of_the_run(tokens_per_step: int, horizon: float, 
         assert constant == pytest.approx(2**19 / (0.28 * 1e9))
 
 
+def test_a_short_run_decays_less() -> None:
+    assert schedule.is_short(1.9e6, 10**6) and not schedule.is_short(2e6, 10**6)
+    assert schedule.weight_decay(0.3, 2**19, 1e8, 1e9, short=True) == pytest.approx(0.2)
+    assert schedule.weight_decay(0.3, 2**19, 4e9, 1e9, short=True) == pytest.approx(0.075)
+
+
 # --- step by step --------------------------------------------------------------------------------
 
 

@@ -56,8 +56,10 @@ def ours(task: Task) -> Side:
         trainer = Trainer(model, compute, Rates(weight_decay=SHORT_DECAY))
     else:
         batch_tokens = task["rows_per_step"] * shape.sequence_len
+        scaling_parameters = model.parameter_counts()["scaling"]
         data_ratio = flags.schedule.target_param_data_ratio
-        rates = flags.rates.for_run(batch_tokens, steps, data_ratio)
+        short = schedule.is_short(steps * batch_tokens, scaling_parameters)
+        rates = flags.rates.for_run(batch_tokens, steps, data_ratio, short)
         rate_factor = schedule.rate_scale(batch_tokens)
         momentum = schedule.table_momentum(steps)
         trainer = Trainer(model, compute, rates, rate_factor, momentum)

@@ -55,3 +55,5 @@ def test_a_run_begun_by_2aea424_resumes_with_the_losses_that_2aea424_would_have_
     assert [step["step"] for step in steps] == [7, 8, 9, 10, 11, 12]
     assert [step["loss"] for step in steps] == pytest.approx(LOSSES, rel=1e-4)
     assert steps[-1]["val_bpb"] == pytest.approx(VAL_BPB, rel=1e-4)
+    saved = json.loads((run / "step_000012" / "meta.json").read_text())
+    assert base_train.DECAY_FACT not in saved["config"]  # so that it could be resumed again
