@@ -141,10 +141,24 @@ def prepare(base: Path, corpus: str) -> None:
             (base / name).symlink_to(shared.resolve(), target_is_directory=True)
 
 
+def processes() -> int:
+    """Return the number of processes of a run: NPROC_PER_NODE, or else one for each device."""
+    chosen = os.environ.get("NPROC_PER_NODE")
+    if chosen is None:
+        module = device.PLATFORMS[device.device_type]().module
+        return module.device_count() if module is not None else 1
+    if not chosen.isdecimal() or int(chosen) < 1:
+        raise UserError(
+            f"NPROC_PER_NODE must be the number of processes, 1 or more, got {chosen}; "
+            "leave it out to use every device",
+            2,
+        )
+    return int(chosen)
+
+
 def train(depth: int, corpus: str, base: Path, cfg: Config, on_cpu: bool) -> None:
-    """Train one model on all devices of this host."""
-    module = device.PLATFORMS[device.device_type]().module
-    count = module.device_count() if module is not None else 1
+    """Train one model on all devices of this host, or on as many as NPROC_PER_NODE says."""
+    count = processes()
     start = [sys.executable, "-m"]
     if count > 1:
         start += ["torch.distributed.run", "--standalone", f"--nproc_per_node={count}", "-m"]

@@ -87,6 +87,14 @@ def train(cfg: Config) -> Tokenizer:
         export(tokenizer, exported)
         return tokenizer
 
+    if (folder / FILE_NAME).exists():
+        log(
+            tr(
+                "the tokenizer in {folder} was trained with other settings or other text, and will "
+                "be replaced; models that were trained with it keep a copy of their own",
+                folder=folder,
+            )
+        )
     sizes = known_characters(data)
     vocab_size = choose_vocab_size(cfg.vocab_size, sum(sizes) if sizes else None)
     used = Used([0] * len(corpora))

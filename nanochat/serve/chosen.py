@@ -440,11 +440,12 @@ def _context(flags: ModelFlags, loaded: Loaded) -> int:
     if flags.context is not None and not least <= flags.context <= longest:
         raise UserError(
             tr(
-                "--context must be from {least} to {longest:,}, the context of this model, got "
+                "--context must be from {least} to {longest:,}, the context of {model}, got "
                 "{context:,}: give a number in this range, or leave the flag out to take "
                 "{default:,}",
                 least=least,
                 longest=longest,
+                model=loaded.tag,
                 context=flags.context,
                 default=default,
             ),

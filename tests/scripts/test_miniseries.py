@@ -48,6 +48,14 @@ def test_depths_that_are_no_series_are_refused(depths: tuple[int, ...]) -> None:
     assert refused.value.exit_code == 2
 
 
+def test_the_number_of_processes_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPROC_PER_NODE", "3")
+    assert miniseries.processes() == 3
+    monkeypatch.setenv("NPROC_PER_NODE", "all")
+    with pytest.raises(UserError, match="NPROC_PER_NODE must be the number of processes, 1 or more, got all"):
+        miniseries.processes()
+
+
 @pytest.mark.smoke
 def test_a_quick_series_draws_its_picture_and_changes_none_of_the_user_s_files(
     base_folder: Path, capsys: pytest.CaptureFixture[str]

@@ -22,7 +22,7 @@ from nanochat.serve.cli import terminal
 from nanochat.serve.cli.remote import Remote
 from scripts import chat_cli
 from scripts.chat_cli import Chat, Config
-from tests.support.fake_engine import SETTINGS, ByteTokenizer, FakeEngine, running
+from tests.support.fake_engine import SETTINGS, ByteTokenizer, FakeEngine, eventually, running
 
 REPLIES = {"sum": ["37 × 48 = ", Part("python", "37*48"), Part("python_output", "1776"), "1776"], "hello": ["你好"]}
 KEY = "sk-1"
@@ -91,15 +91,15 @@ def test_a_server_that_leaves_the_first_messages_out_is_heard():
 
 
 def test_stop_frees_the_servers_slot(url, engine):
+    def health() -> dict[str, Any]:
+        return httpx.get(f"{url}/health").json()
+
     engine.gated = True
-    remote, stop = Remote(url, KEY), threading.Event()
-    threading.Timer(0.3, stop.set).start()
-    assert [*remote.reply([user("hello")], {}, stop.is_set)] == []
+    remote = Remote(url, KEY)
+    assert [*remote.reply([user("hello")], {}, lambda: health()["chats"] == 1)] == []
     assert remote.finish is None
-    for _ in range(600):
-        if httpx.get(f"{url}/health").json()["chats"] == 0:
-            break
-    assert httpx.get(f"{url}/health").json()["free_slots"] == engine.slots
+    eventually(lambda: health()["free_slots"] == engine.slots)
+    assert health()["chats"] == 0
 
 
 def test_terminal_chat_keeps_the_turns_and_asks_for_its_settings(url, engine, monkeypatch):
