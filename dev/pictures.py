@@ -5,7 +5,8 @@ python -m dev.pictures --base ~/.cache/nanochat --tokenizer bench.json       # a
 python -m dev.pictures --base DIR --only chat --tag speedrun
 
 The pictures are small enough to commit. docs/pictures/ afterwards holds chat.png, compare.png,
-curves.png, runs.png and tokenizer.png for light pages, and NAME-dark.png for dark ones. The pages
+curves.png, runs.png and tokenizer.png for light pages, and NAME-dark.png for dark ones. The picture
+of the ladder is by dev/ladder_picture.py. The pages
 need Chromium on the PATH. The bars need the output of `python -m bench.tokenizer` with --against.
 """
 
@@ -36,7 +37,7 @@ RUNS_WIDTH, COMPARE_WIDTH = 1060, 1000
 TO_THE_FOURTH_CHART = (
     "() => Math.ceil(document.querySelectorAll('.chart')[3].getBoundingClientRect().bottom) + 20"
 )
-OTHERS = ("runs", "compare")  # the pictures of docs/runs.md and docs/chat.md
+OTHERS = ("runs", "compare", "ladder")  # of docs/runs.md, docs/chat.md and docs/reference.md
 SCALE = 2  # pixels of a picture per pixel of its page
 STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}
 TITLES = {"base": "base", "mid": "mid", "sft": "SFT", "rl": "RL"}
