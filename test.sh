@@ -78,13 +78,14 @@ lint() {
 }
 
 tests() {
-    # Several processes share the cores, so each gets one thread, and waiting threads do not spin.
+    # Several processes share the cores, so each gets one thread, and waiting threads do not spin. There is one process
+    # more than cores, since many tests wait for a server or for a file.
     export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
     unset PYTHONDONTWRITEBYTECODE # hundreds of processes are started, and each would compile what it imports again
     local workers select=() start code=0
     workers=$(python -c 'import os
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-print(max(2, min(8, cores)))')
+print(min(8, cores + 1))')
     if [ $mode = quick ]; then
         select=(-m "not (slow or ranks or smoke or browser or contract or npu)")
     fi
