@@ -515,12 +515,13 @@ if __name__ == "__main__":
     try:
         _name = chosen()[0]
         check_idle_cards(_name)
-        _platform = PLATFORMS[_name]()
-        _dtype_chosen = _dtype(_platform)[0]
-        _format = dtype_name(_dtype_chosen)
-        _speed = "slow" if _platform.is_slow() else "fast"
-        _matmul = _platform.preset_matmul(_dtype_chosen)
-        _eight_bits = "fp8" if _platform.has_fp8() else "no"
+        with contextlib.redirect_stdout(sys.stderr):  # scripts read stdout, and CPUs may compile
+            _platform = PLATFORMS[_name]()
+            _dtype_chosen = _dtype(_platform)[0]
+            _format = dtype_name(_dtype_chosen)
+            _speed = "slow" if _platform.is_slow() else "fast"
+            _matmul = _platform.preset_matmul(_dtype_chosen)
+            _eight_bits = "fp8" if _platform.has_fp8() else "no"
         print(_name, _format, _platform.count(), _speed, _matmul, _eight_bits)
     except UserError as _mistake:
         complain(tr("error: {mistake}", mistake=_mistake))

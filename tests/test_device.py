@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from nanochat import device
-from nanochat.common import UserError
+from nanochat.common import UserError, log
 from nanochat.device import Compute, choose, compute_init
 from nanochat.platforms import host
 from nanochat.platforms.ascend.platform import Ascend
+from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.nvidia.platform import Nvidia
 from tests.support.tiny_model import on_cpu, pretend
 
@@ -272,6 +273,21 @@ def test_shell_scripts_learn_whether_a_cpu_is_slow(
     monkeypatch.setattr(host, "_cpuinfo", {"flags": flags}.get)
     asked_by_a_shell_script(monkeypatch)
     assert capsys.readouterr().out == f"cpu float32 1 {said} auto no\n"
+
+
+def test_shell_scripts_do_not_read_that_kernels_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def preset_matmul(self: Cpu, dtype: torch.dtype) -> str:
+        log("compiling C++ kernels")
+        return "auto"
+
+    monkeypatch.setenv("NANOCHAT_DEVICE", "cpu")
+    monkeypatch.setattr(Cpu, "preset_matmul", preset_matmul)
+    asked_by_a_shell_script(monkeypatch)
+    said = capsys.readouterr()
+    assert said.out.startswith("cpu ") and said.out.count("\n") == 1
+    assert said.err == "compiling C++ kernels\n"
 
 
 def test_shell_scripts_learn_that_cards_cannot_be_used(

@@ -73,7 +73,8 @@ def send(page: Page, text: str) -> None:
 
 
 def answers(page: Page) -> Locator:
-    return page.locator(".turn.model .body")
+    """The answers that are shown. One that is given again stays hidden until the new one ends."""
+    return page.locator(".turn.model:not([hidden]) .body")
 
 
 def finished(page: Page) -> None:
