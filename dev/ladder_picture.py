@@ -7,10 +7,11 @@ import math
 import sys
 from collections.abc import Sequence
 from itertools import groupby
+from operator import attrgetter
 from statistics import fmean, stdev
 from typing import Any
 
-from bench.multiplier.curves import T95
+from bench.multiplier.curves import t95
 from bench.multiplier.ladder import (
     RUNGS,
     Record,
@@ -22,7 +23,7 @@ from bench.multiplier.ladder import (
     read_records,
     whole_seeds,
 )
-from dev.pictures import THEMES, Theme, picture
+from dev.pictures import THEMES, Theme, picture, plain
 
 COLOURS = {3: "base", 4: "mid", 6: "sft"}  # depth -> the stage whose colour it takes
 PANEL = (4.6, 3.4)  # inches
@@ -33,7 +34,7 @@ def spread(values: Sequence[float]) -> float:
     """Return half the width of Student's interval of 95 % for the mean; 0 for a single value."""
     if len(values) < 2:
         return 0.0
-    return T95[min(len(values) - 1, len(T95)) - 1] * stdev(values) / math.sqrt(len(values))
+    return t95(len(values)) * stdev(values) / math.sqrt(len(values))
 
 
 def draw_rung(
@@ -72,7 +73,9 @@ def draw(records: Sequence[Record], theme: Theme) -> Any:
     from matplotlib.figure import Figure
 
     rungs = {rung.depth: rung for rung in RUNGS}
-    by_text = [(text, list(of_text)) for text, of_text in groupby(figures(records), _text)]
+    by_text = [
+        (text, list(of_text)) for text, of_text in groupby(figures(records), attrgetter("text"))
+    ]
     width, height = PANEL
     figure = Figure((width * len(by_text), height), layout="constrained", facecolor=theme.page)
     for axes, (text, results) in zip(
@@ -82,21 +85,12 @@ def draw(records: Sequence[Record], theme: Theme) -> Any:
         for result in results:
             rung = rungs[result.depth]
             draw_rung(axes, rung, result, whole_seeds(rung, of_text), theme)
-        title = f"{text}: bits per byte of rows held out"
-        axes.set_title(title, loc="left", color=theme.text, fontsize=9.5, pad=10)
-        axes.set_xscale("log")
-        axes.set_xlabel("FLOPs; lines: baseline, dots: ours", color=theme.soft, fontsize=8)
-        axes.set_facecolor("none")
-        axes.grid(color=theme.line, linewidth=0.7)
-        axes.tick_params(which="both", colors=theme.soft, labelsize=8, length=0)
+        plain(axes, theme, f"{text}: bits per byte of rows held out")
+        axes.set_xscale("log")  # which also takes back plain()'s whole numbers
+        axes.tick_params(which="minor", colors=theme.soft, labelsize=8, length=0)
+        axes.set_xlabel("FLOPs; lines: baseline, dots: ours")
         axes.margins(x=0.12, y=0.15)
-        for side in axes.spines.values():
-            side.set_visible(False)
     return figure
-
-
-def _text(result: RungFigures) -> str:
-    return result.text
 
 
 def main() -> None:

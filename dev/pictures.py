@@ -5,9 +5,9 @@ python -m dev.pictures --base ~/.cache/nanochat --tokenizer bench.json       # a
 python -m dev.pictures --base DIR --only chat --tag speedrun
 
 The pictures are small enough to commit. docs/pictures/ afterwards holds chat.png, compare.png,
-curves.png, runs.png and tokenizer.png for light pages, and NAME-dark.png for dark ones. The picture
-of the ladder is by dev/ladder_picture.py. The pages
+curves.png, runs.png and tokenizer.png for light pages, and NAME-dark.png for dark ones. The pages
 need Chromium on the PATH. The bars need the output of `python -m bench.tokenizer` with --against.
+dev/ladder_picture.py makes the picture of the ladder.
 """
 
 import argparse

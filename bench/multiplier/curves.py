@@ -84,6 +84,11 @@ def cost_to_reach(points: Sequence[Point], goal: float) -> tuple[float, bool] | 
     return amount, not inside
 
 
+def t95(count: int) -> float:
+    """Return Student's t for an interval of 95 % around the mean of `count` values, at least two."""
+    return T95[min(count - 1, len(T95)) - 1]
+
+
 def interval(multipliers: Sequence[float], extrapolated: bool) -> Interval:
     """Return the interval of one multiplier per seed; all arithmetic is between logarithms."""
     logs = [math.log(value) for value in multipliers]
@@ -91,8 +96,7 @@ def interval(multipliers: Sequence[float], extrapolated: bool) -> Interval:
     if len(logs) < 2:
         return Interval(mean, None, None, None, extrapolated)
     error = stdev(logs) / math.sqrt(len(logs))
-    degrees = min(len(logs) - 1, len(T95))
-    factor = math.exp(T95[degrees - 1] * error)
+    factor = math.exp(t95(len(logs)) * error)
     return Interval(mean, mean * error, mean / factor, mean * factor, extrapolated)
 
 

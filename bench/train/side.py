@@ -58,8 +58,8 @@ def ours(task: Task) -> Side:
         batch_tokens = task["rows_per_step"] * shape.sequence_len
         scaling_parameters = model.parameter_counts()["scaling"]
         data_ratio = flags.schedule.target_param_data_ratio
-        short = schedule.is_short(steps * batch_tokens, scaling_parameters)
-        rates = flags.rates.for_run(batch_tokens, steps, data_ratio, short)
+        is_short = schedule.is_short(steps * batch_tokens, scaling_parameters)
+        rates = flags.rates.for_run(batch_tokens, steps, data_ratio, is_short)
         rate_factor = schedule.rate_scale(batch_tokens)
         momentum = schedule.table_momentum(steps)
         trainer = Trainer(model, compute, rates, rate_factor, momentum)
