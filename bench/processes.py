@@ -229,5 +229,6 @@ def own_dtype() -> str:
 def upstream_shape(shape: GPTConfig) -> dict[str, Any]:
     """Return the fields of a shape that upstream's GPTConfig has too."""
     fields = asdict(shape)
-    del fields["bigram_rows"], fields["offset_layers"]
+    for ours in ("bigram_rows", "offset_layers", "exclusive_layers"):
+        del fields[ours]
     return fields

@@ -28,7 +28,12 @@ ELSEWHERE = {"factor": 2, "predicted": True}  # of the tolerances, on NPUs and G
 SEEDS = (42, 43, 44)  # of the end's mean and deviation, for the smallest golden run
 TINY = ("--depth=2", "--model_dim=64", "--head_dim=32", "--max_seq_len=256")
 SMALL = ("--depth=4", "--model_dim=192", "--head_dim=64", "--max_seq_len=256")
-FACTS = ("--offset_layers=1", "--warmdown_ratio=0", "--weight_decay=0.84")
+FACTS = (
+    "--offset_layers=1",
+    "--exclusive_layers=0",
+    "--warmdown_ratio=0",
+    "--weight_decay=0.84",
+)
 
 
 def preset(shape: tuple[str, ...], tokens: int, steps: int, *more: str) -> tuple[str, ...]:

@@ -47,6 +47,8 @@ class GPTConfig:
     bigram_rows: int = 0  # rows of the table of hashed token pairs; 0: no table
     # how many layers, from the first on, take half of each key from the token before
     offset_layers: int = 0
+    # how many layers, from the first on, leave each token's own value out of what attention returns
+    exclusive_layers: int = 0
 
     def __post_init__(self) -> None:
         _check(self)
@@ -192,6 +194,20 @@ def offset_keys(k: Tensor, previous: Tensor) -> Tensor:  # (B, T, Hkv, D) each
     return torch.stack((fast, slow), dim=-2).flatten(-3)
 
 
+def exclude_own(y: Tensor, own: Tensor) -> Tensor:  # (B, T, H, D), (B, T, Hkv, D) -> (B, T, H, D)
+    """Return what attention computed, without its component along each token's own value.
+
+    `y` is attention's output, and `own` holds each token's normed value. Without this step, most of
+    a head's output repeats the token's own value, which the residual stream holds already, and the
+    head tells less of the context (exclusive self attention, arXiv 2603.09078).
+    """
+    grouped = y.unflatten(2, (own.size(2), -1))  # (B, T, Hkv, H / Hkv, D)
+    own = own.unsqueeze(3)
+    # The mean of squares of a normed vector is 1, so this mean is the length along it.
+    along = (grouped * own).mean(-1, keepdim=True)
+    return (grouped - along * own).flatten(2, 3)
+
+
 class Bigrams(Embedding):
     """Embeddings of pairs of neighbouring tokens, hashed into the rows of one shared table.
 
@@ -229,6 +245,7 @@ class CausalSelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.window = config.windows[layer]
         self.has_offset = layer < config.offset_layers
+        self.is_exclusive = layer < config.exclusive_layers
         kv_dim = config.n_kv_head * config.head_dim
         self.c_q = Linear(config.n_embd, config.n_embd)
         self.c_k = Linear(config.n_embd, kv_dim)
@@ -257,6 +274,8 @@ class CausalSelfAttention(nn.Module):
         if self.has_offset:
             k = offset_keys(k, context.previous_keys(self.layer, k))
         y = context.attend(self.layer, q, k, v, self.window)
+        if self.is_exclusive:
+            y = exclude_own(y, rms_norm(v))
         return self.c_proj(y.flatten(2))
 
 
@@ -614,13 +633,16 @@ def _check(config: GPTConfig) -> None:
                 **options,
             )
         )
-    if not 0 <= config.offset_layers <= config.n_layer:
-        raise UserError(
-            tr(
-                "offset_layers must be from 0 to {n_layer}, n_layer, got {offset_layers}",
-                **options,
-            ),
-            2,
-        )
+    for name in ("offset_layers", "exclusive_layers"):
+        if not 0 <= options[name] <= config.n_layer:
+            raise UserError(
+                tr(
+                    "{name} must be from 0 to {n_layer}, n_layer, got {layers}",
+                    name=name,
+                    n_layer=config.n_layer,
+                    layers=options[name],
+                ),
+                2,
+            )
     if not config.window_pattern or set(config.window_pattern.upper()) - set("SL"):
         raise UserError(tr("window_pattern is made of S and L, got {window_pattern!r}", **options))

@@ -86,7 +86,7 @@ class RunFolder:
     path: Path
     settings: RunSettings  # the flags, and facts that are not flags, such as the parent
     begun_rows: int | None  # rows per step of the run that is resumed; None for a new run
-    begun_context: int | None  # tokens of its model's context; None for a new run
+    begun_shape: dict[str, int] | None  # its model's shape; None for a new run
 
 
 def open_folder(

@@ -258,6 +258,14 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     if a task failed.
     """
     loss_eval.check_sizes(cfg.split_tokens, cfg.device_batch_size)
+    if cfg.max_per_task < 1 and cfg.max_per_task != -1:
+        raise UserError(
+            tr(
+                "max_per_task must be at least 1, or -1 for all problems, got {problems}",
+                problems=cfg.max_per_task,
+            ),
+            exit_code=2,
+        )
     if cfg.download or cfg.download_only:
         if compute.main and core_eval.find_bundle(cfg.eval_bundle) is None:
             core_eval.download_bundle()

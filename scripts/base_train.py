@@ -78,7 +78,7 @@ def train(cfg: Config, compute: Compute) -> None:
 
     # The model's shape, how a step is split, and how long the run is
     shape = sizes.model_config(
-        cfg.shape, tokenizer.vocab_size, corpus.name, compute, folder.begun_context
+        cfg.shape, tokenizer.vocab_size, corpus.name, compute, folder.begun_shape
     )
     sizes.advise(cfg.shape.family, tokenizer.pattern)
     size = sizes.model_size(shape, compute, cfg.shape.matmul)

@@ -67,6 +67,8 @@ class Config:
     """Rows of the table of token pairs; 0: none. auto: as base_train chooses them."""
     offset_layers: int | Auto = "auto"
     """Layers that take half of each key from the token before. auto: as base_train chooses them."""
+    exclusive_layers: int | Auto = "auto"
+    """Layers whose attention leaves out each token's own value. auto: as base_train chooses them."""
     vocab_size: int = 65_536
     """Number of tokens in the vocabulary."""
     tokens: float = 0
@@ -212,6 +214,7 @@ def check(cfg: Config, compute: Compute) -> None:
         cfg.max_seq_len,
         bigram_rows=cfg.bigram_rows,
         offset_layers=cfg.offset_layers,
+        exclusive_layers=cfg.exclusive_layers,
         family=cfg.family,
     )
     shape = sizes.model_config(flags, cfg.vocab_size, cfg.data, compute)

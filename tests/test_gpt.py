@@ -21,7 +21,7 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
-WITH_BOTH = replace(CONFIG, bigram_rows=97, offset_layers=2)
+WITH_BOTH = replace(CONFIG, bigram_rows=97, offset_layers=2, exclusive_layers=2)
 
 
 def random_gpt(config: GPTConfig = WITH_BOTH, seed: int = 5, dtype: torch.dtype = torch.float32) -> GPT:
@@ -79,6 +79,7 @@ def test_value_embeddings_are_on_every_other_layer_and_the_last(layers: int, wit
         ({"n_embd": 12, "n_head": 4}, "head dimension must be a multiple of 2, of 4 with offset_layers, got 3"),
         ({"n_embd": 24, "n_head": 4, "offset_layers": 1}, "a multiple of 2, of 4 with offset_layers, got 6"),
         ({"offset_layers": 4}, "offset_layers must be from 0 to 3, n_layer, got 4"),
+        ({"exclusive_layers": -1}, "exclusive_layers must be from 0 to 3, n_layer, got -1"),
         ({"window_pattern": "SXL"}, "made of S and L, got 'SXL'"),
         ({"window_pattern": ""}, "made of S and L"),
     ],
@@ -232,7 +233,11 @@ def slow_logits(model: GPT, ids: list[int]) -> Tensor:
                 query = 1.2 * rms(rotate(q[h * D : (h + 1) * D], t))
                 seen = range(max(0, t - config.windows[layer]), t + 1)
                 scores = torch.stack([query @ keys[layer][g][j] / math.sqrt(D) for j in seen]).softmax(dim=0)
-                heads.append(sum(p * values[layer][g][j] for p, j in zip(scores, seen, strict=True)))
+                y = torch.stack([p * values[layer][g][j] for p, j in zip(scores, seen, strict=True)]).sum(0)
+                if layer < config.exclusive_layers:
+                    itself = values[layer][g][t]
+                    y = y - (y @ itself) / (itself @ itself) * itself
+                heads.append(y)
             x = x + w[name + "attn.c_proj.weight"] @ torch.cat(heads)
             hidden = torch.relu(w[name + "mlp.c_fc.weight"] @ rms(x)) ** 2
             x = x + w[name + "mlp.c_proj.weight"] @ hidden

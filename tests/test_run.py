@@ -148,7 +148,8 @@ def test_a_run_resumes_only_with_as_many_steps_and_rows_as_it_began_with(base_fo
     before = sorted(base_folder.rglob("*"))
     assert begun_sizes(stage.folder.path, "auto", on_cpu())[0] == begun_sizes(stage.folder.path, 2, on_cpu())[0] == 4
     assert begun_sizes(stage.folder.path, "none", on_cpu())[0] is begun_sizes(stage.folder.path, 1, on_cpu())[0] is None
-    assert begun_sizes(stage.folder.path, "auto", on_cpu())[1] == stage.model.config.sequence_len
+    kept = begun_sizes(stage.folder.path, "auto", on_cpu())[1]
+    assert kept is not None and kept["sequence_len"] == stage.model.config.sequence_len
     assert begun_sizes(stage.folder.path, "none", on_cpu())[1] is None
     with pytest.raises(UserError, match=r"begun with 8 steps of 4 rows .* would make 9 steps of 4"):
         begun(9)

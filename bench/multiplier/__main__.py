@@ -56,7 +56,7 @@ PIECE = 10_000  # characters
 # What base_train's flags can change in such a run; the other flags set other sizes, data and files.
 FLAGS = """
     unembedding_lr embedding_lr matrix_lr matrix_optimizer scalar_lr weight_decay warmup_steps
-    warmdown_ratio final_lr_frac bigram_rows offset_layers
+    warmdown_ratio final_lr_frac bigram_rows offset_layers exclusive_layers
 """.split()
 
 

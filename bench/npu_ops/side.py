@@ -89,6 +89,7 @@ def ours(task: Task) -> dict[str, Any]:
         **shape_of(task),
         bigram_rows=table_rows("auto", task["vocab_size"]),
         offset_layers=task["depth"],
+        exclusive_layers=task["depth"],
     )
     trainer = Trainer(random_model(shape, compute), compute)
     with log.record() as warmup:

@@ -82,21 +82,17 @@ def ours(task: Task) -> Side:
 
 
 def our_shape(task: Task, flags: Any) -> Any:
-    """Return the GPTConfig that base_train would train: with its pairs and its offset of keys."""
+    """Return the GPTConfig that base_train would train: with its pairs and all that its layers do."""
     from nanochat.gpt import GPTConfig
     from nanochat.train import sizes
 
     shape = task["shape"]
     requested_rows = flags.shape.bigram_rows
     bigram_rows = sizes.table_rows(requested_rows, shape["vocab_size"])
-    offset_layers = flags.shape.offset_layers
-    if offset_layers == "auto":
-        offset_layers = shape["n_layer"]
-    fields = {
-        **shape,
-        "bigram_rows": bigram_rows,
-        "offset_layers": offset_layers,
-    }
+    fields = {**shape, "bigram_rows": bigram_rows}
+    for name in ("offset_layers", "exclusive_layers"):
+        layers = getattr(flags.shape, name)
+        fields[name] = shape["n_layer"] if layers == "auto" else layers
     return sizes.keep_bigrams(GPTConfig(**fields), requested_rows, task["epochs"])
 
 

@@ -37,6 +37,7 @@ LARGEST = {
 MAY_BE_ZERO = {
     "bigram_rows": 1 << 30,
     "offset_layers": 1_000,
+    "exclusive_layers": 1_000,
     "tied": 1,
     "qkv_bias": 1,
     "qk_norm": 1,

@@ -122,12 +122,14 @@ def _begun_step(folder: Path, start: Start, compute: Compute) -> int:
     return parallel.agree(readable_step, compute)
 
 
-def begun_sizes(folder: Path, start: Start, compute: Compute) -> tuple[int | None, int | None]:
-    """Return the rows of each step and the context in tokens of the run that will resume.
+def begun_sizes(
+    folder: Path, start: Start, compute: Compute
+) -> tuple[int | None, dict[str, int] | None]:
+    """Return the rows of each step and the shape of the model of the run that will resume.
 
     Each is None if it is unknown. All ranks get the same result. A resumed run must keep both,
     although an automatic batch size depends on the number of ranks, and an automatic context on the
-    kind of device.
+    kind of device. The shape has the whole numbers of `model` in meta.json.
     """
     step = _begun_step(folder, start, compute)
     if not step:
@@ -135,8 +137,7 @@ def begun_sizes(folder: Path, start: Start, compute: Compute) -> tuple[int | Non
     meta = read_meta(folder, step)
     rows_done = meta["state"].get("row", 0)
     rows = rows_done // step or None if type(rows_done) is int else None
-    context = meta["model"].get("sequence_len")
-    return rows, context if type(context) is int else None
+    return rows, {name: size for name, size in meta["model"].items() if type(size) is int}
 
 
 def begun_settings(folder: Path, start: Start, compute: Compute) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class NanochatConfig(PretrainedConfig):
         window_pattern: str = "SSSL",
         bigram_rows: int = 0,
         offset_layers: int = 0,
+        exclusive_layers: int = 0,
         **options: Any,
     ) -> None:
         self.sequence_len = sequence_len
@@ -64,6 +65,7 @@ class NanochatConfig(PretrainedConfig):
         self.window_pattern = window_pattern
         self.bigram_rows = bigram_rows
         self.offset_layers = offset_layers
+        self.exclusive_layers = exclusive_layers
         self.use_cache = False
         super().__init__(**{"tie_word_embeddings": False, **options, "use_cache": False})
 
@@ -117,6 +119,7 @@ class _Attention(nn.Module):
         self.head_dim = config.n_embd // config.n_head
         self.window = config.window(layer)
         self.offset = layer < config.offset_layers
+        self.exclusive = layer < config.exclusive_layers
         kv_dim = config.n_kv_head * self.head_dim
         self.c_q = _linear(config.n_embd, config.n_embd)
         self.c_k = _linear(config.n_embd, kv_dim)
@@ -160,6 +163,9 @@ class _Attention(nn.Module):
             v.transpose(1, 2),
             attn_mask=mask & in_window,
         )
+        if self.exclusive:  # without the component along the token's own value
+            own = _norm(v).transpose(1, 2)
+            y = y - (y * own).mean(-1, keepdim=True) * own
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 

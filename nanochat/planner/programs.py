@@ -21,8 +21,10 @@ FUSED = Program(
         table=16,
         matrix_step=106,
         table_step=32,
+        exclusive=54,
     ),
     layer_operators=47.5,
+    exclusive_operators=11,
     pass_operators=101,
     step_operators=225,
 )
@@ -38,8 +40,10 @@ PLAIN = Program(
         table=16,
         matrix_step=260,
         table_step=32,
+        exclusive=173,
     ),
     layer_operators=163.5,
+    exclusive_operators=32.5,
     pass_operators=152,
     step_operators=1130,
 )
@@ -49,11 +53,19 @@ CHUNKED = replace(
     FUSED, traffic=replace(FUSED.traffic, stream=2070), layer_operators=259, pass_operators=122
 )
 # torch.compile: every element-wise chain reads and writes its tensors once. Counted by hand: 40
-# bytes forward and 85 backward for each token, layer and channel, and 16 for each logit; graphs
-# replace most launches.
+# bytes forward and 85 backward for each token, layer and channel, 6 and 12 more in a layer with
+# exclusive attention, and 16 for each logit; graphs replace most launches.
 COMPILED = Program(
     Traffic(
-        stream=125, ends=100, logits=16, head=0, matrix=18, table=8, matrix_step=60, table_step=32
+        stream=125,
+        ends=100,
+        logits=16,
+        head=0,
+        matrix=18,
+        table=8,
+        matrix_step=60,
+        table_step=32,
+        exclusive=18,
     ),
     layer_operators=10,
     pass_operators=20,

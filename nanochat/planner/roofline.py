@@ -63,6 +63,7 @@ def pass_of(size: Size, rows: int, rates: Rates, program: Program) -> Pass:
     """Return the seconds that a pass over `rows` rows takes on one card, by kind of work."""
     tokens = rows * size.shape.sequence_len
     operators = program.layer_operators * size.shape.n_layer + program.pass_operators
+    operators += program.exclusive_operators * size.shape.exclusive_layers
     # Some matmuls of a program run in fp32.
     seconds_per_flop = (1 - program.full) / rates.matmul + program.full / rates.full
     return Pass(

@@ -69,6 +69,7 @@ def size_of(
         window_pattern=window_pattern,
         bigram_rows=0 if upstream else table_rows("auto", vocab_size),
         offset_layers=0 if upstream else depth,
+        exclusive_layers=0 if upstream else depth,
     )
     with torch.device("meta"):
         return size_of_model(GPT(shape))
@@ -105,11 +106,13 @@ class Traffic:
     table: float  # for each entry of an embedding table, in each pass
     matrix_step: float  # for each entry of a matrix, in each step: the optimizer
     table_step: float  # for each entry of a table, in each step
+    exclusive: float = 0.0  # like `stream`, in the layers with exclusive attention
 
     def of_pass(self, size: Size, tokens: int) -> float:
         """Return the bytes that one pass over `tokens` tokens moves."""
         shape = size.shape
-        channels = (self.stream * shape.n_layer + self.ends) * shape.n_embd
+        stream = self.stream * shape.n_layer + self.exclusive * shape.exclusive_layers
+        channels = (stream + self.ends) * shape.n_embd
         per_token = channels + self.logits * shape.padded_vocab + self.head * size.head
         weights = self.matrix * size.scaling + self.table * size.tables
         return tokens * per_token + weights
@@ -127,6 +130,7 @@ class Program:
     layer_operators: float  # launched in one pass, for each layer
     pass_operators: float  # launched in one pass, outside of the layers
     step_operators: float  # launched by the optimizer
+    exclusive_operators: float = 0.0  # in one pass, for each layer with exclusive attention
     sent: float = 6.0  # bytes for each parameter that a card sends in a step: 2 gathered, 4 reduced
     # Bytes for each matrix entry that its owner exchanges in a step: momentum and update.
     muon_sent: float = 4.0

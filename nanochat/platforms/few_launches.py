@@ -168,6 +168,42 @@ def offset_keys(
     return _OffsetKeys.apply(k, zeros)  # type: ignore[no-any-return]
 
 
+class _ExcludeOwn(torch.autograd.Function):
+    """Computes gpt.exclude_own() for heads that do not share values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        own: Tensor,
+        zero: Tensor,
+    ) -> Tensor:
+        along = (y * own).mean(dim=-1, keepdim=True)
+        ctx.save_for_backward(y, own, along, zero)
+        return torch.addcmul(y, along, own, value=-1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        y, own, along, zero = ctx.saved_tensors
+        g = grads[0]
+        g_along = (g * own).mean(dim=-1, keepdim=True)
+        y_grad = torch.addcmul(g, g_along, own, value=-1.0)
+        own_grad = torch.addcmul(zero, along, g, value=-1.0)
+        return y_grad, own_grad.addcmul_(g_along, y, value=-1.0), None
+
+
+def exclude_own(
+    y: Tensor,  # (B, T, H, D)
+    own: Tensor,  # (B, T, H, D) normed values
+    zero: Tensor,  # (), of y's dtype and device, made once by the caller
+) -> Tensor:  # (B, T, H, D)
+    """Return y without its component along `own`.
+
+    This takes three operators forward and five backward.
+    """
+    return _ExcludeOwn.apply(y, own, zero)  # type: ignore[no-any-return]
+
+
 # --- between layers ------------------------------------------------------------------------------
 
 

@@ -52,6 +52,8 @@ class OperatorAttention(CausalSelfAttention):
             k = self._offset(k, context)
         scale = self.operations.softmax_scale(self.head_dim, QK_SCALE)
         y = context.attend(self.layer, q, k, v, self.window, scale)
+        if self.is_exclusive:
+            y = self.operations.exclude_own(y, v)
         out_weight = self.cast_weights[1]
         return self.operations.project(y.flatten(2), self.c_proj, out_weight)
 

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from nanochat import loss
 from nanochat.attention import PlainAttention
 from nanochat.context import Context
-from nanochat.gpt import offset_keys, rms_norm, rotary_tables, rotate
+from nanochat.gpt import exclude_own, offset_keys, rms_norm, rotary_tables, rotate
 from nanochat.linear import Linear
 from nanochat.loss import Criterion
 from nanochat.muon import MuonArithmetic
@@ -253,6 +253,14 @@ class Operations(PlainAttention):
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
         """Return the `scale` to pass to attend() after heads(), or None for 1/sqrt(D)."""
         return None
+
+    def exclude_own(
+        self,
+        y: Tensor,  # (B, T, H, D) what attention computed
+        v: Tensor,  # (B, T, Hkv, D)
+    ) -> Tensor:  # (B, T, H, D)
+        """Return y without its component along each token's own value (see gpt.exclude_own)."""
+        return exclude_own(y, self.norm(v))
 
     def project(
         self,

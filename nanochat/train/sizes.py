@@ -36,12 +36,13 @@ Shape = TypeVar("Shape", bound=ModelConfig)
 STATE_BYTES = 12  # at least, per parameter: an fp32 master weight, its gradient and one moment
 # Reading a text more often than this teaches little (Muennighoff et al. 2023, arXiv:2305.16264).
 MANY_EPOCHS = 4
+GPT_ONLY = ("bigram_rows", "offset_layers", "exclusive_layers")  # sizes that a Qwen3 lacks
 PAIRS = 32  # rows in the table of bigrams for each token of the vocabulary
 MOST_PAIRS = 2**17  # the largest number of rows in the table of bigrams
 # If a text is read more often than this, a model memorizes its bigrams (dev/LOG.md).
 EPOCHS_WITH_PAIRS = 2
 # Held for the backward pass per token, channel and layer, from counting a layer's tensors.
-ACTIVATION_BYTES = 40
+ACTIVATION_BYTES = 44
 
 
 def model_config(
@@ -49,11 +50,13 @@ def model_config(
     vocab_size: int,
     corpus: str,
     compute: Compute,
-    begun_context: int | None = None,
+    begun_shape: Mapping[str, int] | None = None,
 ) -> ModelConfig:
     """Return the configuration of a model, choosing all sizes that are "auto".
 
-    If a run resumes, `begun_context` is its context in tokens, which an automatic one keeps.
+    If a run resumes, `begun_shape` has the settings of its model. What the run has of them stays as
+    it is if the flag is "auto": the context, which depends on the device, and the layers with
+    exclusive attention, which models of earlier versions lack.
     If `bigram_rows` is "auto", a GPT gets a bigram table unless it would teach little about the
     corpus; keep_bigrams() later removes it if the text is read too often. A Qwen3's MLP has 8/3
     times as many channels as the model, so that its layers have about as many parameters as a
@@ -85,14 +88,16 @@ def model_config(
             exit_code=2,
         )
     length = flags.max_seq_len
-    if length == "auto" and begun_context is not None:
-        length = begun_context
+    begun = begun_shape or {}
+    if length == "auto" and "sequence_len" in begun:
+        length = begun["sequence_len"]
         log(tr("max_seq_len: {length} (as the run began)", length=length))
     elif length == "auto":
         length = _row_tokens(corpus, compute)
     if flags.family == "qwen3":
         qwen = _qwen()
-        qwen.check_flags(flags.bigram_rows, flags.offset_layers, flags.window_pattern, WINDOWS)
+        gpt_only = {name: getattr(flags, name) for name in GPT_ONLY}
+        qwen.check_flags(gpt_only, flags.window_pattern, WINDOWS)
         return qwen.shape_of(depth, model_dim, head_dim, length, vocab_size)
     pairs = table_rows(flags.bigram_rows, vocab_size)
     if flags.bigram_rows == "auto" and not traits(corpus).pairs:
@@ -109,6 +114,9 @@ def model_config(
         window_pattern=flags.window_pattern,
         bigram_rows=pairs,
         offset_layers=_chosen(flags.offset_layers, depth),
+        exclusive_layers=_chosen(
+            flags.exclusive_layers, begun.get("exclusive_layers", 0) if begun else depth
+        ),
     )
 
 

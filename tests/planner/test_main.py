@@ -166,7 +166,7 @@ def test_a_chip_without_a_known_peak_is_planned_by_memory_alone() -> None:
     assert by_memory.rows == 16
     assert (by_memory.step, by_memory.hours, by_memory.mfu) == (None, None, None)
     words = command.explain(by_memory, chip, rates, source)
-    assert "SoC 999 x 8: 64 rows fit 64 GiB; planned by memory alone, because no peak of this chip is known" in words
+    assert "SoC 999 x 8: 32 rows fit 64 GiB; planned by memory alone, because no peak of this chip is known" in words
     assert tables.cells(by_memory, chip)[1:4] == ["-", "-", "-"]
 
 

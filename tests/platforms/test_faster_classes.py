@@ -102,7 +102,7 @@ def new_model(family: str, dtype: torch.dtype) -> Any:
     """A model of four layers on meta, with heads as wide as kernels want them."""
     with torch.device("meta"):
         if family == "gpt":
-            config = GPTConfig(160, 320, 4, 2, 1, 128, "SL", offset_layers=2)
+            config = GPTConfig(160, 320, 4, 2, 1, 128, "SL", offset_layers=2, exclusive_layers=3)
             return GPT(config, dtype)
         qwen = CONFIGS[family]
         if family in ("qwen3", "llama3", "qwen3-moe"):

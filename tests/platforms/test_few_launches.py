@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanochat.gpt import exclude_own
 from nanochat.loss import Softcapped, chunked_loss
 from nanochat.platforms import few_launches
 from tests.support.tensors import draw
@@ -47,3 +48,10 @@ def test_the_loss_of_the_least_likely_token_is_exact() -> None:
     x, head = torch.ones(1, 4), torch.cat((torch.full((31, 4), 1e3), torch.full((1, 4), -1e3)))
     few = few_launches.chunked_loss(x, head, torch.tensor([31]), 32, None, 8, -1e30)
     assert float(few) == pytest.approx(30 + torch.tensor(31.0).log().item(), rel=1e-6)
+
+
+def test_the_component_along_the_own_value_and_its_gradients() -> None:
+    def few(y: Tensor, own: Tensor) -> Tensor:
+        return few_launches.exclude_own(y, own, torch.zeros(()))
+
+    check(few, exclude_own, draw(2, 5, 3, 8), draw(2, 5, 3, 8, seed=1))

@@ -15,6 +15,7 @@ import pytest
 
 from nanochat.data.command_line import parse, values_of
 from nanochat.gpt import GPTConfig
+from nanochat.models.qwen.config import QwenConfig
 from nanochat.planner.presets import PRESETS
 from nanochat.planner.work import size_of
 from nanochat.runtime.tracking import read_metrics
@@ -148,6 +149,18 @@ def test_every_stage_of_a_preset_can_split_its_step_over_any_number_of_cards(
     if cards == 1:  # what the presets were tuned for
         tuned = {"smoke": 2048, "tinyworld": 3072, "tinyworld-small": 4096, "d12": 262_144}
         assert steps[0] == tuned.get(preset, "auto")
+
+
+@pytest.mark.parametrize("preset", EVERY_PRESET)
+def test_every_preset_can_train_a_qwen3(clone: Clone, preset: str) -> None:
+    corpus = "fineweb" if preset in PRESETS else "tinyworld"
+    data = [] if preset in PRESETS else ["--data", corpus]
+    code, out = clone.run("--family=qwen3", "--preset", preset, *data, script="speedrun.sh", NANOCHAT_DEVICE="cpu")
+    assert code == 0, out
+    words = shlex.split(clone.called("scripts.base_train").partition(" [")[0])
+    cfg = parse(base_train.Config, words[words.index("scripts.base_train") + 1 :])
+    shape = sizes.model_config(cfg.shape, 2048, corpus, on_cpu())
+    assert isinstance(shape, QwenConfig) and shape.n_layer == cfg.shape.depth
 
 
 @pytest.mark.parametrize("eight_bits", ["fp8", "no"])

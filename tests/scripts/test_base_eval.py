@@ -109,9 +109,10 @@ def test_base_loss_names_what_is_missing() -> None:
         base_loss.evaluate(base_loss.Config(split_tokens=0), CPU)
 
 
-def test_base_eval_refuses_a_size_before_it_loads_the_model() -> None:
-    with pytest.raises(UserError, match="must be at least 1, got 0"):  # no model is here
-        base_eval.evaluate(base_eval.Config(split_tokens=0), CPU)
+@pytest.mark.parametrize("size", ["split_tokens", "max_per_task"])
+def test_base_eval_refuses_a_size_before_it_loads_the_model(size: str) -> None:
+    with pytest.raises(UserError, match=r"must be at least 1.* got 0"):  # no model is here
+        base_eval.evaluate(replace(base_eval.Config(), **{size: 0}), CPU)
 
 
 @pytest.mark.parametrize("wrong", [{"data": "dogs"}, {"eval_bundle": "nowhere"}])

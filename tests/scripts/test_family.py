@@ -59,7 +59,9 @@ def test_every_stage_trains_it(trained: Path) -> None:
     assert isinstance(load_model("rl", "d2", None, on_cpu()).model, Qwen)
 
 
-@pytest.mark.parametrize("flag", [{"window_pattern": "SL"}, {"offset_layers": 1}, {"bigram_rows": 64}])
+@pytest.mark.parametrize(
+    "flag", [{"window_pattern": "SL"}, {"offset_layers": 1}, {"exclusive_layers": 1}, {"bigram_rows": 64}]
+)
 def test_what_only_a_gpt_has_is_refused(trained: Path, flag: dict[str, Any]) -> None:
     ((name, value),) = flag.items()
     with pytest.raises(UserError, match=f"a Qwen3 .*, got --{name}={value}: leave the flag out"):

@@ -33,7 +33,7 @@ def tiny_gpt(
     """A GPT with windows of 128, grouped heads and value embeddings; weights that start at zero are made random."""
     config = GPTConfig(
         sequence_len=sequence_len, vocab_size=vocab_size, n_layer=4, n_head=4, n_kv_head=2, n_embd=32,
-        window_pattern="SL", bigram_rows=bigram_rows, offset_layers=offset_layers,
+        window_pattern="SL", bigram_rows=bigram_rows, offset_layers=offset_layers, exclusive_layers=offset_layers,
     )  # fmt: skip
     model = GPT(config, dtype)
     if operations is not None:

@@ -18,8 +18,9 @@ from tests.support.flags import configured
 
 SCRIPTS = {"base": base_train, "mid": mid_train, "sft": chat_sft, "rl": chat_rl, "tune": finetune}
 # Checked where they are used: by sizes.model_config(), PolicyFlags, Start, PreferenceLoss and LoraConfig.
-ELSEWHERE = """depth model_dim head_dim max_seq_len bigram_rows offset_layers updates_per_rollout clip_low clip_high kl
-    oversample overlong_tokens start_share dpo_beta dpo_label_smoothing dpo_sft_weight lora_rank lora_dropout""".split()
+ELSEWHERE = """depth model_dim head_dim max_seq_len bigram_rows offset_layers exclusive_layers updates_per_rollout clip_low
+    clip_high kl oversample overlong_tokens start_share dpo_beta dpo_label_smoothing dpo_sft_weight lora_rank
+    lora_dropout""".split()
 
 
 def made(stage: str, **flags: Any) -> Any:

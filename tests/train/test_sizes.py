@@ -106,9 +106,16 @@ def test_impossible_shapes_are_refused(given: dict[str, int], says: str) -> None
         shape(**given)
 
 
-def test_an_automatic_context_stays_as_the_run_began_on_another_device() -> None:
+def test_what_is_automatic_stays_as_the_run_began() -> None:
     assert sizes.model_config(ShapeFlags(4), 2048, UNKNOWN, CUDA).sequence_len == 2048
-    assert sizes.model_config(ShapeFlags(4), 2048, UNKNOWN, CUDA, begun_context=512).sequence_len == 512
+    assert shape(4).exclusive_layers == 4 and shape(4, exclusive_layers=1).exclusive_layers == 1
+    of_an_earlier_version = {"sequence_len": 512, "n_layer": 4}
+    config = sizes.model_config(ShapeFlags(4), 2048, UNKNOWN, CUDA, of_an_earlier_version)
+    assert isinstance(config, GPTConfig)
+    assert config.sequence_len == 512 and config.exclusive_layers == 0
+    begun = {**of_an_earlier_version, "exclusive_layers": 2}
+    config = sizes.model_config(ShapeFlags(4), 2048, UNKNOWN, CUDA, begun)
+    assert isinstance(config, GPTConfig) and config.exclusive_layers == 2
 
 
 def split(total: Any, rows: Any, compute: Compute = CPU, passes: int | None = None, begun: int | None = None) -> Batch:

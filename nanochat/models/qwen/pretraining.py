@@ -1,33 +1,28 @@
 """The shape of a Qwen3 to pretrain, and checks of flags that do not apply to it."""
 
+from collections.abc import Mapping
+
 from nanochat.common import UserError, log, tr
 from nanochat.models.qwen.config import QwenConfig
 
 
-def check_flags(
-    bigram_rows: int | str, offset_layers: int | str, window_pattern: str, gpt_pattern: str
-) -> None:
-    """Raise UserError (exit code 2) if flags ask for what a Qwen3 lacks: bigrams, offsets, windows.
+def check_flags(gpt_only: Mapping[str, int | str], window_pattern: str, gpt_pattern: str) -> None:
+    """Raise UserError (exit code 2) if flags ask for what only a GPT has.
 
-    The window patterns "L" (no windows) and `gpt_pattern` (a GPT's default) are accepted.
+    `gpt_only` has the values of such flags by name, which must be 0 or "auto". The window patterns
+    "L" (no windows) and `gpt_pattern` (a GPT's default) are accepted.
     """
-    if bigram_rows not in (0, "auto"):
-        raise UserError(
-            tr(
-                "a Qwen3 has no bigrams, got --bigram_rows={bigram_rows}: leave the flag out",
-                bigram_rows=bigram_rows,
-            ),
-            exit_code=2,
-        )
-    if offset_layers not in (0, "auto"):
-        raise UserError(
-            tr(
-                "a Qwen3 takes no part of a key from the token before, got "
-                "--offset_layers={offset_layers}: leave the flag out",
-                offset_layers=offset_layers,
-            ),
-            exit_code=2,
-        )
+    for name, value in gpt_only.items():
+        if value not in (0, "auto"):
+            raise UserError(
+                tr(
+                    "only a GPT has {name}, and a Qwen3 has none, got --{name}={value}: leave the "
+                    "flag out",
+                    name=name,
+                    value=value,
+                ),
+                exit_code=2,
+            )
     if window_pattern not in (gpt_pattern, "L"):
         raise UserError(
             tr(

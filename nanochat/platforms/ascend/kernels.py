@@ -196,6 +196,16 @@ class AscendChunked(AscendPlain):
         zeros = self._zeros((B, 1, Hkv, 2, D // 4), k)
         return few_launches.offset_keys(k, zeros)
 
+    def exclude_own(
+        self,
+        y: Tensor,  # (B, T, H, D)
+        v: Tensor,  # (B, T, Hkv, D)
+    ) -> Tensor:  # (B, T, H, D)
+        """Implement Operations.exclude_own with the operators of few_launches.py."""
+        if y.shape != v.shape:
+            return super().exclude_own(y, v)
+        return few_launches.exclude_own(y, self.norm(v), self._zeros((), y))
+
     def squared_relu(self, x: Tensor) -> Tensor:
         """Implement Operations.squared_relu with the operators of few_launches.py."""
         return few_launches.squared_relu(x, self._zeros((), x))

@@ -17,7 +17,13 @@ from nanochat.loss import SOFTCAP, Criterion, Softcapped
 from nanochat.platforms import host
 from nanochat.platforms.cpu.kernels import EPSILON, Kernels
 from nanochat.platforms.cpu.products import Matrix, Matrix8
-from nanochat.platforms.cpu.training import ProductsInt8, Training, side_by_side, training
+from nanochat.platforms.cpu.training import (
+    ProductsInt8,
+    Training,
+    evenly_spaced,
+    side_by_side,
+    training,
+)
 
 Gradients = tuple[Tensor | None, ...]
 # Overwrites logits with the gradient of their losses' sum, and returns the losses (n,). The
@@ -438,6 +444,29 @@ class Offset(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Gradients:
         return None, ctx.use.training.shift(grads[0], back=True)
+
+
+class Exclude(torch.autograd.Function):
+    """Removes from each head of y the component along the token's own value."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        use: Trained,
+        y: Tensor,  # (B, T, H, D)
+        v: Tensor,  # (B, T, Hkv, D)
+    ) -> Tensor:  # (B, T, H, D)
+        y = y.contiguous()
+        v = evenly_spaced(v)
+        ctx.use = use
+        ctx.save_for_backward(y, v)
+        return use.training.exclude(y, v, EPSILON)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
+        y, v = ctx.saved_tensors
+        y_grad, v_grad = ctx.use.training.exclude_back(grads[0], y, v, EPSILON)
+        return None, y_grad, v_grad
 
 
 class Fused:

@@ -359,6 +359,17 @@ class CpuOperations(Operations):
             return super().offset_keys(k)
         return gradients.Offset.apply(use, k)
 
+    def exclude_own(
+        self,
+        y: Tensor,  # (B, T, H, D)
+        v: Tensor,  # (B, T, Hkv, D)
+    ) -> Tensor:  # (B, T, H, D)
+        """Implement Operations.exclude_own with a C++ kernel in training."""
+        use = self._train(y, v)
+        if use is None:
+            return super().exclude_own(y, v)
+        return gradients.Exclude.apply(use, y, v)
+
     def project(
         self,
         x: Tensor,  # (..., inputs)

@@ -35,6 +35,8 @@ FUNCTIONS = {
     "gate": (5, 7, 0),
     "gate_back": (8, 7, 0),
     "shift": (2, 6, 0),
+    "exclude": (3, 6, 1),
+    "exclude_back": (5, 6, 1),
     "square_sum": (2, 2, 0),
 }
 PRODUCTS = {
@@ -68,16 +70,19 @@ def side_by_side(x: Tensor) -> Tensor:  # (B, T, H, D)
     return x
 
 
-def token_stride(x: Tensor) -> int:  # (B, T, H, D)
-    """Return the distance in elements between consecutive tokens.
-
-    If the tokens are not evenly spaced or the heads of a token not adjacent, it is the distance in
-    a contiguous copy.
-    """
+def evenly_spaced(x: Tensor) -> Tensor:  # (B, T, H, D)
+    """Return x, copied if its tokens are not evenly spaced or the heads of a token not adjacent."""
     x = side_by_side(x)
-    B, T, H, D = x.shape
+    B, T, _, _ = x.shape
     if B > 1 and x.stride(0) != T * x.stride(1):
-        x = x.contiguous()
+        return x.contiguous()
+    return x
+
+
+def token_stride(x: Tensor) -> int:  # (B, T, H, D)
+    """Return the distance in elements between consecutive tokens of evenly_spaced(x)."""
+    x = evenly_spaced(x)
+    B, T, H, D = x.shape
     if T > 1:
         return x.stride(1)
     if B > 1:
@@ -274,6 +279,39 @@ class Training(Functions):
         y = torch.empty_like(k)
         self._call("shift", k.dtype, (k, y), (B * T, T, H, D, int(back)))
         return y
+
+    def exclude(
+        self,
+        y: Tensor,  # (B, T, H, D)
+        v: Tensor,  # (B, T, Hkv, D), with evenly spaced tokens
+        epsilon: float,
+    ) -> Tensor:  # (B, T, H, D)
+        """Return y without its component along v, as in gpt.exclude_own().
+
+        v is not normed. `epsilon` is that of its norm.
+        """
+        B, T, H, D = y.shape
+        y = y.contiguous()
+        z = torch.empty_like(y)
+        sizes = (token_stride(v), B * T, H, v.size(2), D)
+        self._call("exclude", y.dtype, (y, v, z), sizes, (epsilon,))
+        return z
+
+    def exclude_back(
+        self,
+        z_grad: Tensor,  # (B, T, H, D)
+        y: Tensor,  # (B, T, H, D) contiguous
+        v: Tensor,  # (B, T, Hkv, D), with evenly spaced tokens
+        epsilon: float,
+    ) -> tuple[Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D)
+        """Return the gradients of y and v, given that of exclude()."""
+        B, T, H, D = y.shape
+        z_grad = z_grad.contiguous()
+        y_grad = torch.empty_like(y)
+        v_grad = v.new_empty(v.shape)
+        sizes = (token_stride(v), B * T, H, v.size(2), D)
+        self._call("exclude_back", y.dtype, (z_grad, y, v, y_grad, v_grad), sizes, (epsilon,))
+        return y_grad, v_grad
 
     def smear(
         self,

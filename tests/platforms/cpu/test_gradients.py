@@ -104,6 +104,17 @@ def test_smears_and_offsets(dtype: torch.dtype, rows: int, length: int, threads:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_component_along_the_own_value(dtype: torch.dtype, kv_heads: int, threads: int) -> None:
+    y, values = draw(3, 65, 4, 24, dtype=dtype), draw(3, 65, 9, 24, dtype=dtype, seed=2)
+
+    def excluded(operations: Operations, given: list[Tensor]) -> list[Tensor]:
+        return [operations.exclude_own(given[0], given[1][:, :, :kv_heads])]
+
+    compare(lambda _: excluded, [y, values], nn.Module())
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
 def test_mlps(dtype: torch.dtype, threads: int) -> None:
     def inner(matrices: nn.Module) -> Work:
         into, out = matrices.children()

@@ -139,6 +139,12 @@ template <class T> inline float squares(const T *x, int64_t count) {
     return sum;
 }
 
+template <class T> inline float products(const T *x, const T *y, int64_t count) {
+    float sum = 0;
+    for (int64_t i = 0; i < count; i++) sum += wide(x[i]) * wide(y[i]);
+    return sum;
+}
+
 // Converts the sums of squares of rows into the factors of their RMS norms, in place.
 inline void inverse_roots(float *sums, int64_t count, int64_t channels, float epsilon) {
     for (int64_t i = 0; i < count; i++) sums[i] = 1.0f / std::sqrt(sums[i] / float(channels) + epsilon);

@@ -283,6 +283,50 @@ void shift(const T *k, T *y, int64_t tokens, int64_t length, int64_t heads, int6
     });
 }
 
+// Computes z, which is y without its component along v, for each head of y. Every heads / kv_heads heads of a token
+// share a head of v. The tokens of v are `stride` numbers apart; y and z are contiguous.
+template <class T>
+void exclude(const T *y, const T *v, T *z, int64_t stride, int64_t tokens, int64_t heads, int64_t kv_heads,
+             int64_t size, float epsilon, int64_t threads) {
+    const int64_t group = heads / kv_heads;
+    parts(tokens, 2 * tokens * heads * size, threads, [=](int64_t first, int64_t last) {
+        for (int64_t token = first; token < last; token++)
+            for (int64_t head = 0; head < heads; head++) {
+                const T *own = v + token * stride + head / group * size, *in = y + (token * heads + head) * size;
+                T *out = z + (token * heads + head) * size;
+                const float share = products(in, own, size) / (squares(own, size) + float(size) * epsilon);
+                for (int64_t i = 0; i < size; i++) narrow(wide(in[i]) - share * wide(own[i]), out[i]);
+            }
+    });
+}
+
+// Computes dy and dv for exclude(). dv is contiguous.
+template <class T>
+void exclude_back(const T *g, const T *y, const T *v, T *dy, T *dv, int64_t stride, int64_t tokens, int64_t heads,
+                  int64_t kv_heads, int64_t size, float epsilon, int64_t threads) {
+    const int64_t group = heads / kv_heads;
+    parts(tokens, 4 * tokens * heads * size, threads, [=](int64_t first, int64_t last) {
+        std::vector<float> total(size);
+        for (int64_t token = first; token < last; token++)
+            for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++) {
+                const T *own = v + token * stride + kv_head * size;
+                const float inverse = 1 / (squares(own, size) + float(size) * epsilon);
+                std::fill(total.begin(), total.end(), 0.0f);
+                for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
+                    const int64_t from = (token * heads + head) * size;
+                    const T *slope = g + from, *in = y + from;
+                    const float share = products(in, own, size) * inverse, along = products(slope, own, size) * inverse;
+                    for (int64_t i = 0; i < size; i++) {
+                        narrow(wide(slope[i]) - along * wide(own[i]), dy[from + i]);
+                        total[i] += 2 * share * along * wide(own[i]) - share * wide(slope[i]) - along * wide(in[i]);
+                    }
+                }
+                T *out = dv + (token * kv_heads + kv_head) * size;
+                for (int64_t i = 0; i < size; i++) narrow(total[i], out[i]);
+            }
+    });
+}
+
 }  // namespace
 
 // `positions` may be null. `strides` holds two numbers for each tensor in the order below:
@@ -360,6 +404,16 @@ BOTH(gate_back, GATE_BACK,
 #define SHIFT(T)                                                                                                       \
     (const T *k, T *y, int64_t threads, int64_t tokens, int64_t length, int64_t heads, int64_t size, int64_t back)
 BOTH(shift, SHIFT, (k, y, tokens, length, heads, size, back, threads))
+
+#define EXCLUDE(T)                                                                                                     \
+    (const T *y, const T *v, T *z, int64_t threads, int64_t stride, int64_t tokens, int64_t heads, int64_t kv_heads,   \
+     int64_t size, float epsilon)
+BOTH(exclude, EXCLUDE, (y, v, z, stride, tokens, heads, kv_heads, size, epsilon, threads))
+
+#define EXCLUDE_BACK(T)                                                                                                \
+    (const T *g, const T *y, const T *v, T *dy, T *dv, int64_t threads, int64_t stride, int64_t tokens, int64_t heads, \
+     int64_t kv_heads, int64_t size, float epsilon)
+BOTH(exclude_back, EXCLUDE_BACK, (g, y, v, dy, dv, stride, tokens, heads, kv_heads, size, epsilon, threads))
 
 #define SQUARE_SUM(T) (const T *x, float *sum, int64_t threads, int64_t count)
 BOTH(square_sum, SQUARE_SUM, (x, sum, count, threads))
