@@ -34,7 +34,7 @@ for machine in x86_64 aarch64; do
         echo "left out: the wheel for $machine; first run: rustup target add $target && python -m pip install ziglang"
         continue
     fi
-    python -m maturin build --release --locked --features abi3 --target "$target" "${linker[@]}" "${rust[@]}"
+    python -m maturin build --release --locked --features abi3 --target "$target" ${linker[@]+"${linker[@]}"} "${rust[@]}"
 done
 python -m maturin sdist "${rust[@]}"
 ls -l "$folder"

@@ -19,7 +19,6 @@ from bench.multiplier.ladder import (
     RungFigures,
     figures,
     in_words,
-    newest,
     read_records,
     whole_seeds,
 )
@@ -72,7 +71,7 @@ def draw(records: Sequence[Record], theme: Theme) -> Any:
     """Return a figure with one panel for each text that has a finished rung."""
     from matplotlib.figure import Figure
 
-    rungs = {rung.depth: rung for rung in RUNGS}
+    rungs = {(rung.text, rung.depth): rung for rung in RUNGS}
     by_text = [
         (text, list(of_text)) for text, of_text in groupby(figures(records), attrgetter("text"))
     ]
@@ -81,10 +80,9 @@ def draw(records: Sequence[Record], theme: Theme) -> Any:
     for axes, (text, results) in zip(
         figure.subplots(1, len(by_text), squeeze=False)[0], by_text, strict=True
     ):
-        of_text = newest([record for record in records if record.text == text])
         for result in results:
-            rung = rungs[result.depth]
-            draw_rung(axes, rung, result, whole_seeds(rung, of_text), theme)
+            rung = rungs[text, result.depth]
+            draw_rung(axes, rung, result, whole_seeds(rung, records), theme)
         plain(axes, theme, f"{text}: bits per byte of rows held out")
         axes.set_xscale("log")  # which also takes back plain()'s whole numbers
         axes.tick_params(which="minor", colors=theme.soft, labelsize=8, length=0)

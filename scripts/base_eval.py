@@ -304,7 +304,18 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
                 folder=records_dir(loaded.stage, loaded.tag, loaded.step),
             )
         )
-    section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step, "core": None, "val": None}
+    section: dict[str, Any] = {
+        "tag": loaded.tag,
+        "step": loaded.step,
+        "settings": {
+            "max_per_task": cfg.max_per_task,
+            "shots": cfg.shots,
+            "split_tokens": cfg.split_tokens,
+            "dtype": str(compute.dtype),
+        },
+        "core": None,
+        "val": None,
+    }
     if core is not None and core.core is not None:
         section["core"] = {"core": core.core, "tasks": [asdict(task) for task in core.tasks]}
     if bits is not None:

@@ -350,10 +350,9 @@ def our_variant(quick: bool) -> tuple[Variant, bool]:
     return Variant("ours", dtype_name(dtype), compiled), not missing
 
 
-def rows_of_texts(cfg: Config, sizes: Sizes, out: Path) -> dict[str, Path]:
-    """Return the folder with the rows of each text, made if they are missing."""
-    texts = ("code", "documents") if cfg.corpus else ("code",)
-    return {text: rows_of(text, cfg, sizes, out) for text in texts}
+def texts_of(cfg: Config) -> tuple[str, ...]:
+    """Return the names of the texts to train on."""
+    return ("code", "documents") if cfg.corpus else ("code",)
 
 
 def plan_of(sizes: Sizes, depth: int, rows: Path, **settings: int) -> Plan:
@@ -368,16 +367,22 @@ def climb_ladder(cfg: Config) -> None:
     checkout = cfg.upstream
     if checkout is not None:
         check_peers(False, (), checkout)
-        lengths = {length for rung in ladder.RUNGS for length in rung.lengths}
-        cfg = replace(cfg, steps=tuple(lengths), stretch=(1.0,))
         ours, upstream_compiled = our_variant(quick=False)
         upstream = replace(ours, side="upstream", compiled=upstream_compiled)
         sizes = Sizes()
         out = base_dir() / "multiplier"
-        rows = rows_of_texts(cfg, sizes, out)
+        rows = {
+            text: rows_of(
+                text, replace(cfg, steps=ladder.lengths_on(text), stretch=(1.0,)), sizes, out
+            )
+            for text in texts_of(cfg)
+        }
         planned = [
-            Run(text, rung.depth, entry, plan_of(sizes, rung.depth, rows[text], **numbers))
-            for text, rung in itertools.product(rows, ladder.RUNGS)
+            Run(
+                rung.text, rung.depth, entry, plan_of(sizes, rung.depth, rows[rung.text], **numbers)
+            )
+            for rung in ladder.RUNGS
+            if rung.text in rows
             for entry, numbers in ladder.runs_of(
                 rung, Entry("ours", ours), Entry("upstream", upstream)
             )
@@ -410,7 +415,7 @@ def main(cfg: Config) -> None:
     out = base_dir() / "multiplier"
     runs = Runs(out / "runs", cfg.upstream)
     figures: list[Figure] = []
-    rows = rows_of_texts(cfg, sizes, out)
+    rows = {text: rows_of(text, cfg, sizes, out) for text in texts_of(cfg)}
     for depth, text in itertools.product(sorted(cfg.depths), rows):
         template = Run(text, depth, baseline, plan_of(sizes, depth, rows[text]))
         figures += measure(template, baseline, candidates, cfg, runs)

@@ -9,7 +9,6 @@ seeds from all of them; CPU seconds are compared only between runs on one kind o
 """
 
 import datetime
-import itertools
 import json
 import time
 from collections import Counter
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from bench.multiplier.curves import Interval, multiplier_of
 from bench.multiplier.runs import Entry, Result, Run, code_hash, short_hash
 from bench.text import ABOUT
 from bench.train.variants import Variant
+from nanochat import schedule
 from nanochat.common import log, read_json, write_atomic
 from nanochat.report import golden
 
@@ -34,8 +35,9 @@ DECIMALS = 2  # of the golden losses by which two versions of our code learn the
 
 @dataclass(frozen=True)
 class Rung:
-    """One size of the ladder."""
+    """One size of the ladder on one text."""
 
+    text: str  # code or documents
     depth: int
     steps: int
     seeds: tuple[int, ...]
@@ -48,10 +50,17 @@ class Rung:
 
 
 RUNGS = (
-    Rung(3, 800, (1, 2, 3, 4, 5), (1.0, 2.0)),
-    Rung(4, 800, (1, 2, 3, 4, 5), (1.0, 2.0)),
-    Rung(6, 800, (1, 2, 3), (1.0, 1.6)),
+    Rung("code", 3, 800, (1, 2, 3, 4, 5), (1.0, 2.0)),
+    Rung("code", 4, 800, (1, 2, 3, 4, 5), (1.0, 2.0)),
+    Rung("code", 6, 800, (1, 2, 3), (1.0, 1.6)),
+    Rung("documents", 3, 800, (1, 2, 3), (1.0, 2.0, 4.0)),
+    Rung("documents", 4, 800, (1, 2, 3), (1.0, 2.0, 3.5)),
 )
+
+
+def lengths_on(text: str) -> tuple[int, ...]:
+    """Return the lengths of the baseline's runs on a text, in steps."""
+    return tuple(length for rung in RUNGS if rung.text == text for length in rung.lengths)
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,11 @@ class Record(Experiment):
         """What was trained."""
         return Experiment(*(getattr(self, field.name) for field in fields(Experiment)))
 
+    @property
+    def kind(self) -> tuple[str, str]:
+        """The kind of CPU and the torch that the CPU seconds depend on."""
+        return self.cpu, self.torch
+
 
 @dataclass(frozen=True)
 class RungFigures:
@@ -112,11 +126,27 @@ def runs_of(rung: Rung, ours: Entry, upstream: Entry) -> Iterator[tuple[Entry, d
 def our_recipe() -> str:
     """Return a hash of what our code learns, which stays the same if code is only rewritten.
 
-    It covers the settings of the golden runs d3 and d4, and the losses that they must have.
+    It covers the settings of the golden runs d3 and d4, the losses that they must have, and the
+    schedules of a run's later steps.
     """
     runs = [golden.load().runs[name] for name in ("d3", "d4")]
     losses = [[round(loss, DECIMALS) for loss in run.losses] for run in runs]
-    return short_hash([[run.settings for run in runs], losses])
+    schedules = [_schedules(run.settings) for run in runs]
+    return short_hash([[run.settings for run in runs], losses, schedules])
+
+
+def _schedules(settings: Mapping[str, Any]) -> list[list[float]]:
+    """Return the factors of rate, momentum and weight decay at each step of a run."""
+    steps, warmdown = settings["num_iterations"], settings["warmdown_ratio"]
+    warmup = schedule.warmup_steps(settings["warmup_steps"], steps)
+    return [
+        [
+            schedule.trapezoid(step, steps, warmup, warmdown, settings["final_lr_frac"]),
+            schedule.momentum(step, steps, warmdown),
+            schedule.decay_factor(step, steps),
+        ]
+        for step in range(steps)
+    ]
 
 
 def upstream_recipe(checkout: Path, variant: Variant) -> str:
@@ -185,44 +215,52 @@ def climb(
     return trained
 
 
-def newest(records: Sequence[Record]) -> list[Record]:
-    """Return the records of the recipe that each side was trained with last."""
-    recipes: dict[str, str] = {}
+def current(records: Sequence[Record]) -> list[Record]:
+    """Return the records of today's recipe of ours, and of the baseline's newest recipe."""
+    recipes = {"ours": our_recipe()}
     for record in sorted(records, key=lambda record: record.date):
-        recipes[record.name] = record.recipe
+        if record.name != "ours":
+            recipes[record.name] = record.recipe
     return [record for record in records if record.recipe == recipes[record.name]]
 
 
 def whole_seeds(rung: Rung, records: Sequence[Record]) -> list[list[Record]]:
-    """Return our run and upstream's runs of every length, for each seed that has them all."""
+    """Return our run and upstream's runs of every length, for each seed that has them all.
+
+    Only runs on equal rows and in one number format are compared. Where the records have several
+    of these, those with the most whole seeds count.
+    """
+    alike: dict[tuple[str, str], list[Record]] = {}
+    for record in current(records):
+        if (record.text, record.depth) == (rung.text, rung.depth):
+            alike.setdefault((record.rows, record.dtype), []).append(record)
+    return max((_whole_seeds(rung, group) for group in alike.values()), key=len, default=[])
+
+
+def _whole_seeds(rung: Rung, records: Sequence[Record]) -> list[list[Record]]:
     wanted = [("ours", rung.steps), *(("upstream", length) for length in rung.lengths)]
-    runs = {
-        (record.name, record.steps, record.seed): record
-        for record in records
-        if record.depth == rung.depth
-    }
+    runs = {(record.name, record.steps, record.seed): record for record in records}
     of_seeds = [[runs.get((*run, seed)) for run in wanted] for seed in rung.seeds]
     return [[run for run in seed if run] for seed in of_seeds if all(seed)]
 
 
 def figures(records: Sequence[Record]) -> list[RungFigures]:
-    """Return the multipliers of each rung and text that has at least one whole seed."""
+    """Return the multipliers of each rung that has at least one whole seed."""
     result = []
-    for text, rung in itertools.product(sorted({record.text for record in records}), RUNGS):
-        of_text = newest([record for record in records if record.text == text])
-        seeds = whole_seeds(rung, of_text)
+    for rung in RUNGS:
+        seeds = whole_seeds(rung, records)
         if seeds:
-            result.append(figures_of(text, rung, seeds))
+            result.append(figures_of(rung, seeds))
     return result
 
 
-def figures_of(text: str, rung: Rung, seeds: Sequence[Sequence[Record]]) -> RungFigures:
+def figures_of(rung: Rung, seeds: Sequence[Sequence[Record]]) -> RungFigures:
     """Return the multipliers of a rung from its whole seeds."""
-    cpus = Counter(cpus.pop() for seed in seeds if len(cpus := {run.cpu for run in seed}) == 1)
-    cpu = cpus.most_common(1)[0][0] if cpus else ""
-    on_cpu = [seed for seed in seeds if {run.cpu for run in seed} == {cpu}]
+    kinds = Counter(kinds.pop() for seed in seeds if len(kinds := {run.kind for run in seed}) == 1)
+    kind = kinds.most_common(1)[0][0] if kinds else ("", "")
+    on_cpu = [seed for seed in seeds if {run.kind for run in seed} == {kind}]
     return RungFigures(
-        text=text,
+        text=rung.text,
         depth=rung.depth,
         steps=rung.steps,
         seeds=len(seeds),
@@ -230,7 +268,7 @@ def figures_of(text: str, rung: Rung, seeds: Sequence[Sequence[Record]]) -> Rung
         upstream=fmean(seed[1].bits_per_byte for seed in seeds),
         flops=multiplier_of("flops", seeds),
         seconds=multiplier_of("seconds", on_cpu) if on_cpu else None,
-        cpu=cpu,
+        cpu=kind[0],
         seeds_on_cpu=len(on_cpu),
     )
 

@@ -17,8 +17,9 @@ from nanochat.common import log, read_json, write_json
 from nanochat.platforms import host
 
 LOOP = "bench/train/side.py"
-OUR_CODE = ("nanochat", "scripts/base_train.py", LOOP)
-UPSTREAM_LOOP = (LOOP, "bench/upstream.py")
+STEPS = ("bench/batches.py", "bench/child.py", "bench/training.py", "bench/updates.py")
+OUR_CODE = ("nanochat", "scripts/base_train.py", LOOP, *STEPS)
+UPSTREAM_LOOP = (LOOP, "bench/upstream.py", *STEPS)
 SOURCES = {".py", ".cpp", ".h"}
 NOT_NUMBERS = {"NANOCHAT_BASE_DIR", "NANOCHAT_LANG"}  # variables that change no result
 
@@ -70,7 +71,7 @@ def code_hash(folder: Path, sources: Iterable[str]) -> str:
     for source in sources:
         root = folder / source
         for path in [root, *sorted(root.rglob("*"))]:
-            if path.suffix in SOURCES:
+            if path.suffix in SOURCES and path.exists():  # an older version may lack a file
                 digest.update(f"{path.relative_to(folder)}\n".encode())
                 digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

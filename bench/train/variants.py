@@ -71,16 +71,15 @@ def flops_per_token(shape: GPTConfig) -> int:
 def training(variant: Variant, plan: Plan, upstream: Path | None = None) -> Iterator[Side]:
     """Start the process of a variant, bench.train.side; it ends with the context."""
     home = variant.checkout or ROOT
-    shape = asdict(plan.shape)
     if variant.side == "upstream":
         assert upstream is not None
         home = upstream
-        shape = upstream_shape(plan.shape)
     task: dict[str, Any] = {
         **asdict(variant),
         **asdict(plan),
         "checkout": str(home),
-        "shape": shape,
+        # Its sizes alone, since another version of ours may lack a setting; side.py sets the rest.
+        "shape": upstream_shape(plan.shape),
         "rows": str(plan.rows / ROWS),
         "token_bytes": str(plan.rows / TOKEN_BYTES),
         "epochs": plan.epochs,

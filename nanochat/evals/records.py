@@ -71,8 +71,9 @@ class Records:
     final. Every rank adds its own answers. The ranks must share the folder, just as they share the
     base folder.
 
-    The name of the file ends with a hash of all that the answers depend on, the code of the graders
-    included, so an evaluation with another model or other settings writes another file.
+    The name of the file ends with a hash of all that the answers depend on, the code of the graders,
+    the device and the kernels included, so an evaluation with another model or other settings
+    writes another file.
     """
 
     def __init__(
@@ -90,7 +91,9 @@ class Records:
         name = re.sub(r"[^\w.-]+", "_", task)
         graders = _code_hash(path for pattern in GRADERS for path in PACKAGE.glob(pattern))
         code = {"rendering": RENDERING, "graders": graders}
-        self._about = {"task": task, **about, "code": code}
+        kernels = "fused" if compute.operations.fuses_layers else "plain"
+        computed = {"device": compute.device_type, "kernels": kernels}
+        self._about = {"task": task, **about, "code": code, "computed": computed}
         digest = hashlib.sha256(to_json(self._about).encode()).hexdigest()[:8]
         self.path = folder / f"{name}-{digest}.jsonl"
         self._folder = folder

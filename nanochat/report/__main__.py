@@ -138,7 +138,7 @@ class Config:
     each as PATH or NAME=PATH.
     With check: the checkpoint folder of a run; without one, this machine trains a golden run."""
     golden: str | None = None
-    """With check: name of the golden run. default: smoke, or the one that the run repeats"""
+    """With check: name of the golden run. default: d3, or the one that the run repeats"""
     price_per_hour: float | None = None
     """With compare: the price of an hour of the machine in any currency,
     to show what each run cost."""

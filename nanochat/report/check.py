@@ -19,8 +19,8 @@ LAST_LINES = 15  # how many lines of a failed command's output to show
 def check(folder: Path | None, name: str | None) -> Verdict:
     """Return the verdict about the run in a checkpoint folder, or about this machine.
 
-    Without a folder, train the golden run `name` (by default the smallest) from nothing in a
-    temporary folder, which takes a minute or two on two cores, and judge that run. Raises UserError
+    Without a folder, train the golden run `name` (by default d3) from nothing in a temporary
+    folder, which takes a minute or two on two cores, and judge that run. Raises UserError
     if there is no such golden run, if the folder holds no run to judge, or if a command fails.
     """
     goldens = load()
@@ -33,7 +33,7 @@ def check(folder: Path | None, name: str | None) -> Verdict:
             ),
             2,
         )
-    chosen = goldens.smallest if name is None else goldens.runs[name]
+    chosen = goldens.default if name is None else goldens.runs[name]
     if folder is not None:
         run = read_run(folder)
         return compare(run, golden_of(run, goldens) if name is None else chosen, goldens)
@@ -125,6 +125,14 @@ def report(verdict: Verdict) -> str:
             worst_step=verdict.worst_step,
         )
     lines = [about, result]
+    if verdict.is_blunt:
+        lines.append(
+            tr(
+                "so few losses in {format} hide a wrong attention mask or kernel; a sharper check "
+                "is python -m nanochat.report check",
+                format=verdict.number_format,
+            )
+        )
     if verdict.causes:
         lines.append(tr("likely causes:"))
         lines += [f"- {cause}" for cause in verdict.causes]
@@ -135,6 +143,14 @@ def main(folder: Path | None, name: str | None) -> None:
     """Check a run or this machine, and log the verdict; raise UserError if it computes wrong."""
     verdict = check(folder, name)
     text = report(verdict)
+    if verdict.is_other:
+        raise UserError(
+            tr(
+                "this run is not the golden run as this version trains it, so it cannot show that "
+                "the machine computes right\n{report}",
+                report=text,
+            )
+        )
     if not verdict.right:
         raise UserError(tr("this does NOT compute right\n{report}", report=text))
     log(text)

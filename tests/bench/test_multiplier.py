@@ -115,7 +115,7 @@ def test_code_is_among_the_settings_of_the_side_that_runs_it(tmp_path: Path) -> 
     upstream = fake_upstream(tmp_path / "upstream")
     checkout = fake_upstream(tmp_path / "own")
     for name in running.OUR_CODE[1:]:
-        (checkout / name).parent.mkdir(parents=True)
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         (checkout / name).touch()
     theirs = run_in(tmp_path / "rows", UPSTREAM)
     changed = run_in(tmp_path / "rows", Entry("ours", replace(EAGER, checkout=checkout)))

@@ -13,7 +13,7 @@ from tests.bench.fakes import fake_upstream, tiny_plan
 
 EAGER = Variant("ours", "float32")
 OURS, UPSTREAM = Entry("ours", EAGER), Entry("upstream", replace(EAGER, side="upstream"))
-RUNG = Rung(2, 6, (1, 2), (1.0, 2.0))
+RUNG = Rung("code", 2, 6, (1, 2), (1.0, 2.0))
 RECIPES = {"ours": "now", "upstream": "theirs"}
 
 
@@ -38,6 +38,7 @@ class Trainer:
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     """The runs of a ladder with one rung, and no other rung."""
     monkeypatch.setattr(ladder, "RUNGS", (RUNG,))
+    monkeypatch.setattr(ladder, "our_recipe", lambda: RECIPES["ours"])
     rows = tmp_path / "rows"
     return [
         Run("code", RUNG.depth, entry, replace(tiny_plan(rows, warmup=0), **numbers))
@@ -72,10 +73,19 @@ def record(name: str, steps: int, **others: object) -> Record:
 def test_runs_of_an_older_recipe_do_not_count(planned: list[Run]) -> None:
     assert planned
     seed = [record("ours", 6), record("upstream", 6), record("upstream", 12)]
-    older = replace(seed[0], recipe="before", bits_per_byte=9.0, date="2026-11-01")
+    older = replace(seed[0], recipe="before", bits_per_byte=9.0, date="2026-12-01")
     (result,) = ladder.figures([older, *seed])
     assert result.bits_per_byte == seed[0].bits_per_byte
     assert ladder.figures([older, replace(seed[1], seed=2), seed[2]]) == []
+
+
+def test_runs_on_other_rows_or_in_another_format_are_not_paired(planned: list[Run]) -> None:
+    assert planned
+    seed = [record("ours", 6), record("upstream", 6), record("upstream", 12)]
+    for change in ({"rows": "others"}, {"dtype": "bfloat16"}):
+        others = [replace(run, bits_per_byte=9.0, **change) for run in seed[1:]]  # type: ignore[arg-type]
+        assert ladder.figures([*seed, *others]) == ladder.figures(seed) != []
+        assert ladder.figures([seed[0], *others]) == []
 
 
 def test_a_multiplier_beyond_upstream_s_longest_run_is_marked(planned: list[Run]) -> None:

@@ -1,6 +1,7 @@
 """Multiple choice as texts: tokens as lm-evaluation-harness splits them, four counts, records, and broken tasks."""
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from nanochat.evals import records as records_module
 from nanochat.evals.choices import Picks, evaluate_choices, pick, rows_of
 from nanochat.evals.likelihood import Likelihood, PromptRow, score_rows
 from nanochat.evals.records import Records, fingerprint, read_records
-from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
+from nanochat.platforms.nvidia.platform import Nvidia
+from tests.support.tiny_model import on_cpu, pretend, tiny_gpt, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 MODEL = tiny_gpt(TOKENIZER.vocab_size)
@@ -133,6 +135,9 @@ def test_records_are_of_one_model_and_settings() -> None:
         other = Records(on_folder(), "a task/1", about, on_cpu())
         assert other.saved_score() is None
         other.finish({"acc": 0.25})
+    plain = replace(on_cpu(), operations=on_cpu().platform.operations("plain"))
+    for compute in (plain, pretend(Nvidia())):
+        assert Records(on_folder(), "a task/1", {"model": "x", "shots": 5}, compute).saved_score() is None
     assert records.saved_score() == {"acc": 0.5}  # the others erased nothing
     records.path.write_text("{cut")
     assert records.saved_score() is None

@@ -2,6 +2,7 @@
 
 import pytest
 
+from bench.multiplier import ladder
 from bench.multiplier.ladder import Record
 from dev import ladder_picture, pictures
 
@@ -16,7 +17,11 @@ def test_the_pictures_are_there_and_small() -> None:
     assert pictures.size() <= pictures.MOST_BYTES
 
 
-def test_the_ladder_has_a_panel_for_each_text_with_our_mean_and_the_baselines_curve() -> None:
+def test_the_ladder_has_a_panel_for_each_text_with_our_mean_and_the_baselines_curve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ladder, "our_recipe", lambda: "ours")
+
     def run(text: str, name: str, steps: int, seed: int, bits: float) -> Record:
         return Record(
             text, "", 3, steps, name, seed, name, bits, 1e10 * steps, 1.0, "cpu", "float32", "2", "2026-12-01"
@@ -30,6 +35,7 @@ def test_the_ladder_has_a_panel_for_each_text_with_our_mean_and_the_baselines_cu
             ("ours", 800, seed, 0.8 + 0.1 * seed),
             ("upstream", 800, seed, 1.0 + 0.1 * seed),
             ("upstream", 1600, seed, 0.7 + 0.1 * seed),
+            ("upstream", 3200, seed, 0.6 + 0.1 * seed),
         )
     ]
     panels = ladder_picture.draw(records, pictures.LIGHT).axes
