@@ -283,7 +283,7 @@ def show(results: Sequence[RungFigures]) -> None:
             f"{result.bits_per_byte:.4f}",
             f"{result.upstream:.4f}",
             in_words(result.flops),
-            in_words(result.seconds),
+            in_words(result.seconds) if result.seeds_on_cpu else "",
             f"{result.seeds_on_cpu} on {result.cpu}" if result.seeds_on_cpu else "",
         ]
         for result in results
