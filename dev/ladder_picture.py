@@ -17,6 +17,7 @@ from bench.multiplier.ladder import (
     Record,
     Rung,
     RungFigures,
+    current,
     figures,
     in_words,
     read_records,
@@ -72,6 +73,7 @@ def draw(records: Sequence[Record], theme: Theme) -> Any:
     from matplotlib.figure import Figure
 
     rungs = {(rung.text, rung.depth): rung for rung in RUNGS}
+    counted = current(records)
     by_text = [
         (text, list(of_text)) for text, of_text in groupby(figures(records), attrgetter("text"))
     ]
@@ -82,7 +84,7 @@ def draw(records: Sequence[Record], theme: Theme) -> Any:
     ):
         for result in results:
             rung = rungs[text, result.depth]
-            draw_rung(axes, rung, result, whole_seeds(rung, records), theme)
+            draw_rung(axes, rung, result, whole_seeds(rung, counted), theme)
         plain(axes, theme, f"{text}: bits per byte of rows held out")
         axes.set_xscale("log")  # which also takes back plain()'s whole numbers
         axes.tick_params(which="minor", colors=theme.soft, labelsize=8, length=0)

@@ -47,7 +47,7 @@ class GPTConfig:
     bigram_rows: int = 0  # rows of the table of hashed token pairs; 0: no table
     # how many layers, from the first on, take half of each key from the token before
     offset_layers: int = 0
-    # how many layers, from the first on, leave each token's own value out of what attention returns
+    # how many layers, from the first on, remove what lies along a token's own value from attention
     exclusive_layers: int = 0
 
     def __post_init__(self) -> None:

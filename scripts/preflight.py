@@ -68,7 +68,7 @@ class Config:
     offset_layers: int | Auto = "auto"
     """Layers that take half of each key from the token before. auto: as base_train chooses them."""
     exclusive_layers: int | Auto = "auto"
-    """Layers whose attention leaves out each token's own value. auto: as base_train chooses them."""
+    """Layers with exclusive attention, as base_train's flag. auto: as base_train chooses them."""
     vocab_size: int = 65_536
     """Number of tokens in the vocabulary."""
     tokens: float = 0

@@ -227,11 +227,11 @@ def current(records: Sequence[Record]) -> list[Record]:
 def whole_seeds(rung: Rung, records: Sequence[Record]) -> list[list[Record]]:
     """Return our run and upstream's runs of every length, for each seed that has them all.
 
-    Only runs on equal rows and in one number format are compared. Where the records have several
-    of these, those with the most whole seeds count.
+    `records` are those that current() returns. Only runs on equal rows and in one number format are
+    compared. Where the records have several of these, those with the most whole seeds count.
     """
     alike: dict[tuple[str, str], list[Record]] = {}
-    for record in current(records):
+    for record in records:
         if (record.text, record.depth) == (rung.text, rung.depth):
             alike.setdefault((record.rows, record.dtype), []).append(record)
     return max((_whole_seeds(rung, group) for group in alike.values()), key=len, default=[])
@@ -247,8 +247,9 @@ def _whole_seeds(rung: Rung, records: Sequence[Record]) -> list[list[Record]]:
 def figures(records: Sequence[Record]) -> list[RungFigures]:
     """Return the multipliers of each rung that has at least one whole seed."""
     result = []
+    counted = current(records)
     for rung in RUNGS:
-        seeds = whole_seeds(rung, records)
+        seeds = whole_seeds(rung, counted)
         if seeds:
             result.append(figures_of(rung, seeds))
     return result

@@ -76,7 +76,8 @@ def preset_named(name: str) -> Preset:
 def plan_text(name: str, hosts: list[Cards], upstream: bool = False) -> str:
     """Return the plan of a preset for each of `hosts`: its data and cost, and a table.
 
-    With `upstream`, the model is upstream's: without a table of pairs, offset keys and exclusive attention.
+    With `upstream`, the model is upstream's: without a table of pairs, offset keys or exclusive
+    attention.
     Raises UserError as preset_named() and plan_of() do.
     """
     preset = preset_named(name)

@@ -191,6 +191,7 @@ def compare(run: Trained, golden: Golden, goldens: Goldens) -> Verdict:
     ]
     worst = max(differences)
     wrong = [step for step, difference in enumerate(differences, 1) if difference > tolerance]
+    causes = changed_settings(run.settings, golden.settings)
     about = {
         "golden": golden.name,
         "number_format": run.number_format,
@@ -199,9 +200,8 @@ def compare(run: Trained, golden: Golden, goldens: Goldens) -> Verdict:
         "steps": len(differences),
         "worst_step": differences.index(worst) + 1,
         "worst": worst,
+        "is_other": bool(causes),
     }
-    causes = changed_settings(run.settings, golden.settings)
-    about["is_other"] = bool(causes)
     if not wrong:
         return Verdict(**about, first_wrong=None, causes=tuple(causes))
     first = wrong[0]

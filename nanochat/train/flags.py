@@ -292,8 +292,8 @@ class ShapeFlags:
     Such a layer finds what followed the same token earlier, so models learn in fewer steps to repeat and to continue.
     A Qwen3 has none"""
     exclusive_layers: Rare[int | Auto] = "auto"
-    """number of layers, from the first, whose attention leaves out each token's own value; auto: all; 0: none.
-    Such a layer tells more of the context. A Qwen3 has none"""
+    """number of layers, from the first, whose attention loses its component along each token's own value; auto: all;
+    0: none. What is left tells more about the context (exclusive self attention, arXiv 2603.09078). A Qwen3 has none"""
     matmul: Matmul = "auto"
     """number format in which the large matrices multiply in training; auto: that of the run, never coarser than bf16.
     fp8: less time and memory from about 20 layers on, on GPUs since Ada and Hopper.

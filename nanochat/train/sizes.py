@@ -54,9 +54,9 @@ def model_config(
 ) -> ModelConfig:
     """Return the configuration of a model, choosing all sizes that are "auto".
 
-    If a run resumes, `begun_shape` has the settings of its model. What the run has of them stays as
-    it is if the flag is "auto": the context, which depends on the device, and the layers with
-    exclusive attention, which models of earlier versions lack.
+    If a run resumes, `begun_shape` has the sizes of its model. Two of them are kept if their flag is
+    "auto": the context, which would depend on the device, and the number of layers with exclusive
+    attention, which is 0 in models of earlier versions.
     If `bigram_rows` is "auto", a GPT gets a bigram table unless it would teach little about the
     corpus; keep_bigrams() later removes it if the text is read too often. A Qwen3's MLP has 8/3
     times as many channels as the model, so that its layers have about as many parameters as a

@@ -139,7 +139,7 @@ template <class T> inline float squares(const T *x, int64_t count) {
     return sum;
 }
 
-template <class T> inline float products(const T *x, const T *y, int64_t count) {
+template <class T> inline float dot(const T *x, const T *y, int64_t count) {
     float sum = 0;
     for (int64_t i = 0; i < count; i++) sum += wide(x[i]) * wide(y[i]);
     return sum;

@@ -153,9 +153,7 @@ void smear(const T *x, const T *w, const T *lambda, T *y, float *gates, int64_t 
         for (int64_t token = first; token < last; token++) {
             const T *own = x + token * channels, *before = own - channels;
             T *out = y + token * channels;
-            float logit = 0;
-            for (int64_t i = 0; i < read; i++) logit += wide(own[i]) * wide(w[i]);
-            gates[token] = sigmoid(logit);
+            gates[token] = sigmoid(dot(own, w, read));
             if (token % length == 0) {
                 std::memcpy(out, own, channels * sizeof(T));
                 continue;
@@ -177,9 +175,7 @@ void smear_back(const T *g, const T *x, const T *w, const T *lambda, const float
         for (int64_t token = first; token < last; token++) {
             const T *own = x + token * channels, *slope = g + token * channels;
             T *out = dx + token * channels;
-            float by_gate = 0;
-            if (token % length)
-                for (int64_t i = 0; i < channels; i++) by_gate += wide(slope[i]) * wide(own[i - channels]);
+            const float by_gate = token % length ? dot(slope, own - channels, channels) : 0;
             const float gate = gates[token], by_logit = by_gate * most * gate * (1 - gate);
             float *row = each + token * (read + 1);
             for (int64_t i = 0; i < read; i++) row[i] = by_logit * wide(own[i]);
@@ -205,9 +201,7 @@ void gate(const T *x, const T *w, const T *value, T *v, float *gates, int64_t to
             for (int64_t head = 0; head < heads; head++) {
                 const T *added = value + (token * heads + head) * size;
                 T *own = v + token * stride + head * size;
-                float logit = 0;
-                for (int64_t i = 0; i < read; i++) logit += wide(x[token * channels + i]) * wide(w[head * read + i]);
-                const float open = sigmoid(logit);
+                const float open = sigmoid(dot(x + token * channels, w + head * read, read));
                 gates[token * heads + head] = open;
                 for (int64_t i = 0; i < size; i++) narrow(wide(own[i]) + 3 * open * wide(added[i]), own[i]);
             }
@@ -294,7 +288,7 @@ void exclude(const T *y, const T *v, T *z, int64_t stride, int64_t tokens, int64
             for (int64_t head = 0; head < heads; head++) {
                 const T *own = v + token * stride + head / group * size, *in = y + (token * heads + head) * size;
                 T *out = z + (token * heads + head) * size;
-                const float share = products(in, own, size) / (squares(own, size) + float(size) * epsilon);
+                const float share = dot(in, own, size) / (squares(own, size) + float(size) * epsilon);
                 for (int64_t i = 0; i < size; i++) narrow(wide(in[i]) - share * wide(own[i]), out[i]);
             }
     });
@@ -315,7 +309,7 @@ void exclude_back(const T *g, const T *y, const T *v, T *dy, T *dv, int64_t stri
                 for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
                     const int64_t from = (token * heads + head) * size;
                     const T *slope = g + from, *in = y + from;
-                    const float share = products(in, own, size) * inverse, along = products(slope, own, size) * inverse;
+                    const float share = dot(in, own, size) * inverse, along = dot(slope, own, size) * inverse;
                     for (int64_t i = 0; i < size; i++) {
                         narrow(wide(slope[i]) - along * wide(own[i]), dy[from + i]);
                         total[i] += 2 * share * along * wide(own[i]) - share * wide(slope[i]) - along * wide(in[i]);
